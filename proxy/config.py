@@ -1,0 +1,387 @@
+"""Settings of the proxy: a flag, an environment variable and a YAML key for each.
+
+Flag beats environment beats file. A key that does not exist is an error that names the nearest one that does. Units
+are in the description; every limit says why it is there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+ENV_PREFIX = "FLEETGATE_"
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message says what and what would be right."""
+
+
+class LogFormat(StrEnum):
+    """How a log record is written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    """The least severe record that is written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Policy(StrEnum):
+    """How the engine of a request is chosen."""
+
+    STICKY = "sticky"
+    LEAST_INFLIGHT = "least_inflight"
+    ROUND_ROBIN = "round_robin"
+    POWER_OF_TWO = "power_of_two"
+    CONSISTENT_HASH = "consistent_hash"
+    PREFIX = "prefix"
+
+
+class Labels(StrEnum):
+    """Who labels an update that the trainer did not label."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
+class FanoutPath(BaseModel):
+    """A further path that goes to every engine at once.
+
+    Attributes:
+        path: exact path, or a prefix when it ends with ``*``.
+        rank_field: dotted name of the body field that holds the first rank of an engine, or None.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    rank_field: str | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if not value.startswith("/") or value in {"/", "/*"}:
+            raise ValueError(f"{value!r} must be a path such as /init_broadcaster or a prefix such as /areal_*")
+        return value
+
+
+def _comma_list(value: object) -> object:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+def _fanout_list(value: object) -> object:
+    """Accept ``/path`` and ``/path=rank_field`` besides the mapping form."""
+    items = _comma_list(value)
+    if not isinstance(items, (list, tuple)):
+        return items
+    out: list[object] = []
+    for item in items:
+        if isinstance(item, str):
+            path, _, field = item.partition("=")
+            out.append({"path": path, "rank_field": field or None})
+        else:
+            out.append(item)
+    return out
+
+
+Urls = Annotated[list[str], NoDecode, BeforeValidator(_comma_list)]
+Names = Annotated[list[str], NoDecode, BeforeValidator(_comma_list)]
+FanoutPaths = Annotated[list[FanoutPath], NoDecode, BeforeValidator(_fanout_list)]
+
+
+def parse_engine_url(url: str) -> str:
+    """The canonical form of an engine's base URL.
+
+    Raises:
+        ValueError: not ``http(s)://host[:port][/prefix]``.
+    """
+    parts = urlsplit(url if "://" in url else f"//{url}")
+    example = "give a base URL such as http://127.0.0.1:8001"
+    if parts.scheme not in {"http", "https"}:
+        raise ValueError(f"engine {url!r} has no http:// or https:// scheme; {example}")
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"engine {url!r} has no valid port ({error}); {example}") from None
+    if not parts.hostname or any(ch.isspace() for ch in url):
+        raise ValueError(f"engine {url!r} has no valid host; {example}")
+    if parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"engine {url!r} must not carry a query, a fragment or credentials; {example}")
+    port = port if port is not None else (443 if parts.scheme == "https" else 80)
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    path = parts.path.rstrip("/")
+    if path.endswith("/v1"):
+        raise ValueError(f"engine {url!r} ends with /v1; give the server's root, {url[: url.rfind('/v1')]!r}")
+    return f"{parts.scheme}://{host}:{port}{path}"
+
+
+class Settings(BaseSettings):
+    """All settings of the proxy."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    # Engines
+    engine: Urls = Field([], description="Base URL of an engine; may be given several times.")
+    engines_file: Path | None = Field(None, description="File with one engine URL a line; watched for changes.")
+    engines_dns: str | None = Field(None, description="NAME:PORT whose addresses are the engines; re-resolved.")
+    engines_dns_interval: float = Field(5.0, gt=0, description="Seconds between two resolutions of --engines-dns.")
+    engine_api_key: SecretStr | None = Field(None, description="Sent to engines as a bearer token where none came.")
+    engine_ca: Path | None = Field(None, description="PEM file with the CA that signs the engines' certificates.")
+    allow_engines: Names = Field(
+        ["127.0.0.1:*", "localhost:*", "[::1]:*"],
+        description="HOST:PORT patterns that POST /fleet/engines may add; * matches anything.",
+    )
+    min_engines: int = Field(1, ge=1, description="Ready engines that /ready asks for.")
+
+    # Listeners
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one and logs it.")
+    control_host: str | None = Field(None, description="Address of the control listener; default: --host.")
+    control_port: int | None = Field(
+        None, ge=0, le=65535, description="Own port for control calls and /fleet writes; they leave the main port."
+    )
+    workers: int = Field(1, ge=1, le=64, description="Processes that share the port.")
+    tls_cert: Path | None = Field(None, description="PEM certificate chain of both listeners.")
+    tls_key: Path | None = Field(None, description="PEM private key of --tls-cert.")
+
+    # Who may do what
+    control_token: SecretStr | None = Field(None, description="Bearer token for control calls and /fleet writes.")
+    insecure_control: bool = Field(False, description="Allow control calls without a token off loopback.")
+    allow_collective_rpc: bool = Field(False, description="Let POST /collective_rpc through (it runs any method).")
+    trusted_proxies: Names = Field(
+        ["127.0.0.0/8", "::1/128"], description="Networks whose X-Forwarded-* fields are kept and appended to."
+    )
+
+    # Balancing
+    policy: Policy = Field(Policy.STICKY, description="How the engine of a request is chosen.")
+    session_headers: Names = Field(["X-Session-ID", "X-SMG-Routing-Key"], description="Fields that carry a session.")
+    session_ttl: float = Field(7200.0, gt=0, description="Seconds after which an unused session is forgotten.")
+    max_sessions: int = Field(100_000, ge=1, description="Sessions remembered; the oldest is forgotten first.")
+    sticky_margin: float = Field(
+        2.0, ge=1, description="A session leaves its engine when that has over this many times the mean load."
+    )
+
+    # The gate
+    hold_timeout: float = Field(600.0, gt=0, description="Seconds a request is held at most.")
+    max_held_requests: int = Field(16_384, ge=0, description="Requests held at once.")
+    max_held_bytes: int = Field(1 << 30, ge=0, description="Bytes of bodies held at once.")
+    hold_ping: float = Field(0.0, ge=0, description="Seconds between SSE comments to held streams; 0: none.")
+    pause_warn: float = Field(300.0, gt=0, description="Seconds after which a pause is logged and a gauge rises.")
+    max_pause: float = Field(0.0, ge=0, description="Seconds after which the proxy resumes by itself; 0: never.")
+    pause_watch_interval: float = Field(
+        0.25, gt=0, description="Seconds between looks at an engine that someone else paused."
+    )
+
+    # Re-sending
+    replay_limit: int = Field(8 << 20, ge=0, description="Bytes of a body kept so that it can be sent again.")
+    max_attempts: int = Field(6, ge=1, description="Attempts of one request, pauses not counted.")
+    retry_ratio: float = Field(0.2, ge=0, le=1, description="Re-sends allowed per request, over 10 s.")
+    retry_floor: float = Field(10.0, ge=0, description="Re-sends a second always allowed.")
+    backoff_base: float = Field(0.025, gt=0, description="Seconds of the first back-off; doubles, full jitter.")
+    backoff_max: float = Field(2.0, gt=0, description="Seconds of the longest back-off.")
+    max_retry_after: float = Field(30.0, ge=0, description="Seconds of an engine's Retry-After that are honoured.")
+
+    # Towards engines
+    connect_timeout: float = Field(5.0, gt=0, description="Seconds to open a connection to an engine.")
+    first_byte_timeout: float = Field(0.0, ge=0, description="Seconds to an engine's first answer byte; 0: none.")
+    read_timeout: float = Field(0.0, ge=0, description="Seconds between two bytes of an answer; 0: none.")
+    engine_idle: float = Field(
+        2.0, ge=0, description="Seconds an idle engine connection is kept (vLLM closes at 5); 0: none is kept."
+    )
+    max_inflight: int = Field(0, ge=0, description="Requests at one engine at once; 0: no limit.")
+    peek_limit: int = Field(64 << 10, ge=1024, description="Bytes of a first event or error body looked at.")
+    response_header_limit: int = Field(64 << 10, ge=1024, description="Bytes of an engine's response head.")
+
+    # From clients
+    max_connections: int = Field(65_536, ge=1, description="Client connections at once.")
+    max_request_line: int = Field(8192, ge=256, description="Bytes of a request line.")
+    max_header_line: int = Field(8192, ge=256, description="Bytes of one header line.")
+    max_headers: int = Field(128, ge=8, description="Header fields of a request.")
+    max_body: int = Field(0, ge=0, description="Bytes of a request body; 0: no limit.")
+    max_control_body: int = Field(64 << 20, ge=1024, description="Bytes of a control call's body.")
+    header_timeout: float = Field(10.0, gt=0, description="Seconds for a request head to arrive.")
+    body_timeout: float = Field(30.0, gt=0, description="Seconds between two pieces of a request body.")
+    client_idle: float = Field(75.0, gt=0, description="Seconds an idle client connection is kept.")
+    stalled_client_timeout: float = Field(60.0, gt=0, description="Seconds a client may read nothing of its answer.")
+    stream_buffer: int = Field(64 << 10, ge=1024, description="Bytes of an answer buffered for a slow client.")
+    drain_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
+
+    # Control calls
+    pause_timeout: float = Field(300.0, gt=0, description="Seconds for a leg of /pause (keep, abort).")
+    pause_wait_timeout: float = Field(0.0, ge=0, description="Seconds for a leg of /pause?mode=wait; 0: none.")
+    resume_timeout: float = Field(300.0, gt=0, description="Seconds for a leg of /resume.")
+    transfer_timeout: float = Field(1800.0, gt=0, description="Seconds for a leg of init and update calls.")
+    control_timeout: float = Field(60.0, gt=0, description="Seconds for a leg of any other control call.")
+    replay_window: float = Field(
+        5.0, ge=0, description="Seconds in which the same life-cycle call again gets the first one's answer."
+    )
+    label_updates: Labels = Field(Labels.AUTO, description="Who labels an update that the trainer did not label.")
+    require_pause: bool = Field(False, description="Refuse weight updates while the gate is open.")
+    fanout_paths: FanoutPaths = Field([], description="Further paths (or prefix*) that go to every engine.")
+
+    # Probes
+    probe_interval: float = Field(2.0, gt=0, description="Seconds between two probes of an engine, +-10 %.")
+    probe_timeout: float = Field(2.0, gt=0, description="Seconds for one probe.")
+    probe_fall: int = Field(3, ge=1, description="Failed probes in a row until an engine is down.")
+    probe_rise: int = Field(1, ge=1, description="Good probes in a row until an engine that was down is looked at.")
+
+    # Logs
+    log_format: LogFormat = Field(LogFormat.TEXT, description="One line a record: text or json.")
+    log_level: LogLevel = Field(LogLevel.INFO, description="Least severe record that is written.")
+    access_log: bool = Field(False, description="One record a request.")
+
+    @field_validator("engine", mode="after")
+    @classmethod
+    def _engines(cls, value: list[str]) -> list[str]:
+        urls = [parse_engine_url(item) for item in value]
+        for url in urls:
+            if urls.count(url) > 1:
+                raise ValueError(f"engine {url} is given twice")
+        return urls
+
+    @field_validator("engines_dns", mode="after")
+    @classmethod
+    def _dns(cls, value: str | None) -> str | None:
+        if value is not None:
+            name, _, port = value.rpartition(":")
+            if not name or not port.isdigit():
+                raise ValueError(f"{value!r} must be NAME:PORT, such as engines.rl.svc:8000")
+        return value
+
+    @field_validator("trusted_proxies", mode="after")
+    @classmethod
+    def _networks(cls, value: list[str]) -> list[str]:
+        for item in value:
+            ipaddress.ip_network(item)
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 - the signature is pydantic's
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment; the file is laid under both by `load`."""
+        return (init_settings, env_settings)
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint that names the known key most like ``name``, or nothing."""
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must be a mapping of settings, such as 'port: 8000'")
+    known = list(Settings.model_fields)
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        name = str(key).replace("-", "_")
+        if name not in Settings.model_fields:
+            raise ConfigError(f"{path}: unknown key {key!r}{nearest(name, known)}")
+        out[name] = value
+    return out
+
+
+def _check_env(environ: Mapping[str, str]) -> set[str]:
+    known = {ENV_PREFIX + name.upper(): name for name in Settings.model_fields}
+    known[ENV_PREFIX + "CONFIG"] = "config"
+    given: set[str] = set()
+    for variable in environ:
+        # Kubernetes sets NAME_SERVICE_HOST and the like for a service called fleetgate.
+        if not variable.upper().startswith(ENV_PREFIX) or variable.startswith(
+            (f"{ENV_PREFIX}SERVICE_", f"{ENV_PREFIX}PORT_")
+        ):
+            continue
+        if variable.upper() not in known:
+            raise ConfigError(f"unknown environment variable {variable}{nearest(variable.upper(), list(known))}")
+        given.add(known[variable.upper()])
+    return given
+
+
+def load(flags: Mapping[str, Any], config: Path | None = None) -> Settings:
+    """Settings from flags, the environment and a file, in this order of strength.
+
+    Args:
+        flags: settings that were given on the command line, by field name.
+        config: a YAML file; default ``FLEETGATE_CONFIG``.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value or an unsafe combination.
+    """
+    from_env = _check_env(os.environ)
+    if config is None and os.environ.get(ENV_PREFIX + "CONFIG"):
+        config = Path(os.environ[ENV_PREFIX + "CONFIG"])
+    merged = _read_file(config) if config is not None else {}
+    merged = {key: value for key, value in merged.items() if key not in from_env}
+    merged.update(flags)
+    try:
+        settings = Settings(**merged)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+    check_safety(settings)
+    return settings
+
+
+def _explain(item: Any) -> str:
+    name = "_".join(str(part) for part in item["loc"][:1]) or "settings"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return f"{name.replace('_', '-')}: {message}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_safety(settings: Settings) -> None:
+    """Refuse what would leave the control plane open to the network.
+
+    Raises:
+        ConfigError: control calls could be made from another machine without a credential.
+    """
+    host = settings.host if settings.control_port is None else (settings.control_host or settings.host)
+    if not is_loopback(host) and settings.control_token is None and not settings.insecure_control:
+        raise ConfigError(
+            f"control calls on {host} would be open to everybody: set --control-token, "
+            "keep the listener on 127.0.0.1, or insist with --insecure-control"
+        )
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key go together")

@@ -1,0 +1,84 @@
+"""What the proxy knows of one engine: a cache of what the engine itself said."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from proxy.core.engine_state import State
+
+if TYPE_CHECKING:
+    from proxy.data.upstream import Upstream
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9.:_~-]+")
+
+
+def engine_id(url: str) -> str:
+    """The name of an engine: ``host:port``, plus its path prefix if it has one. Safe in a URL path and a label."""
+    parts = urlsplit(url)
+    return _UNSAFE.sub("-", parts.netloc + parts.path).strip("-")
+
+
+@dataclass(eq=False, slots=True)
+class Engine:
+    """One vLLM server.
+
+    Attributes:
+        id: unique in the fleet; the value of ``X-Fleetgate-Engine`` and of the label ``engine``.
+        url: canonical base URL.
+        upstream: connections to it.
+        state: changed only through `proxy.fleet.registry.Fleet.apply`.
+        reason: why it is in this state, for people.
+        since: loop time of the last move (seconds).
+        inflight: requests that hold a slot.
+        paused: generation is paused there although the gate of the proxy is open.
+        suspect: its process may have been replaced; nothing is sent until its identity is checked.
+        plain: has no RL routes (dev mode off, or another server); no version checks.
+        version: label as last read from ``/weight_info``; None before the first look or if plain.
+        start_time: ``process_start_time_seconds`` of its ``/metrics`` (Unix seconds), if it has one.
+        boot: counts the restarts that the proxy noticed.
+        world_size: workers of this server (``GET /get_world_size``).
+        weight: share of the load relative to others; the world size unless it is unknown.
+        tainted: an update began and did not end well; its weights may be half old and half new.
+        epoch: the fleet's update count when this engine last held the fleet's weights.
+        failures: failed probes in a row.
+        successes: good probes in a row.
+        last_error: last probe or passive error, for people.
+    """
+
+    id: str
+    url: str
+    upstream: Upstream
+    state: State = State.STARTING
+    reason: str = "not probed yet"
+    since: float = 0.0
+    inflight: int = 0
+    paused: bool = False
+    suspect: bool = True
+    plain: bool = False
+    version: str | None = None
+    start_time: float | None = None
+    boot: int = 0
+    world_size: int | None = None
+    weight: float = 1.0
+    tainted: bool = False
+    epoch: int = 0
+    failures: int = 0
+    successes: int = 0
+    last_error: str = ""
+    adapters: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def eligible(self) -> bool:
+        """Whether a generation request may be sent to it now."""
+        return self.state is State.READY and not self.paused and not self.suspect
+
+    @property
+    def alive(self) -> bool:
+        """Whether it answered lately: a control call goes to it."""
+        return self.state in (State.READY, State.DRAINING, State.FENCED)
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.id} {self.state} version={self.version!r} inflight={self.inflight}>"
