@@ -1,0 +1,165 @@
+"""A small parent for one engine that ends the whole process tree, whatever happens to the launcher.
+
+Run by path, with the standard library only: ``python -I guard.py GRACE_SECONDS COMMAND [ARG...]``.
+
+vLLM spawns children (``VLLM::EngineCore``, workers) that can outlive their API server, and a launcher that is ended by
+SIGKILL cannot clean up. Both are settled here:
+
+- standard input is a pipe whose other end only the launcher holds, so its end-of-file means that the launcher is gone,
+  however it went;
+- the guard is a child subreaper (``prctl(2)``, ``PR_SET_CHILD_SUBREAPER``): every orphan below it becomes its own
+  child, so it can name, signal and wait for all of them, also those that moved to a session of their own.
+
+Signals: SIGTERM or SIGINT end the engine (SIGTERM to it, SIGKILL to whatever is left after the grace time); SIGUSR1
+kills the whole tree at once, as a crash would, also during that grace time. The exit code is the engine's, or 128 + N
+when signal N ended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+POLL_SECONDS = 0.05
+"""How often children are looked at while the tree is being ended: a grandchild's end raises no signal here."""
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def parents() -> dict[int, int]:
+    """Parent of every live process that this user can see, by process id (from ``/proc/PID/stat``)."""
+    found: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The name field may hold spaces and brackets, so the fields are counted from its last bracket.
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                found[int(entry.name)] = int(parent)
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """Live process ids below ``root``, parents before children."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents().items():
+        children.setdefault(parent, []).append(pid)
+    found: list[int] = []
+    queue = [root]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def send(pids: list[int], signum: int) -> None:
+    """Send ``signum`` to each process; one that has ended meanwhile is fine."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signum)
+
+
+def reap() -> dict[int, int]:
+    """Wait status by process id of every child that has ended since the last call."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            ended[pid] = status
+    return ended
+
+
+class Wakeups:
+    """Signals and the end of standard input, as one thing to wait for."""
+
+    def __init__(self) -> None:
+        self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD):
+            signal.signal(signum, lambda *_: None)
+        self._sources = [self._read, 0]
+
+    def wait(self, seconds: float | None) -> str:
+        """``"kill"``, ``"stop"``, or ``""`` when a child ended or the time is up."""
+        ready, _, _ = select.select(self._sources, [], [], seconds)
+        got = os.read(self._read, 4096) if self._read in ready else b""
+        gone = 0 in ready and not os.read(0, 4096)
+        if gone:
+            self._sources.remove(0)
+        if signal.SIGUSR1 in got:
+            return "kill"
+        return "stop" if gone or signal.SIGTERM in got or signal.SIGINT in got else ""
+
+
+def spawn(command: list[str]) -> int:
+    """Start the engine in a session of its own; it dies with the guard, should that be killed."""
+    guard = os.getpid()
+
+    def in_child() -> None:
+        # The guard has one thread, so running Python between fork and exec is safe here.
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(128 + signal.SIGKILL)
+
+    engine = subprocess.Popen(  # noqa: S603 - the command is the launcher's own
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=in_child,  # noqa: PLW1509 - see in_child
+    )
+    return engine.pid
+
+
+def main(argv: list[str]) -> int:
+    """Run ``argv[1:]`` as the engine and return its exit code; ``argv[0]`` is the grace time in seconds."""
+    grace, command = float(argv[0]), argv[1:]
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wakeups = Wakeups()
+    try:
+        engine = spawn(command)
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the engine's log
+        return 127
+    ended: dict[int, int] = {}
+    kill_at: float | None = None
+    while True:
+        asked = wakeups.wait(None if kill_at is None else POLL_SECONDS)
+        ended |= reap()
+        left = descendants(os.getpid())
+        if engine in ended:
+            # What an engine leaves behind cannot serve any more.
+            kill_at = time.monotonic()
+            if not left:
+                break
+        elif asked == "kill":
+            kill_at = time.monotonic()
+        elif asked == "stop" and kill_at is None:
+            # Only the server is asked: it takes its own children down in order.
+            send([engine], signal.SIGTERM)
+            kill_at = time.monotonic() + grace
+        if kill_at is not None and time.monotonic() >= kill_at:
+            send(left, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(ended[engine])
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
