@@ -1,10 +1,10 @@
 """Weight transfer without GPUs: what both sides agree on, and the registration with vLLM.
 
-The backend ``fleetgate_cpu`` moves dense weights from a trainer (rank 0) into any number of vLLM servers over TCP, with
-the same init fields (``master_address``, ``master_port``, ``rank_offset``, ``world_size``) and update fields (``names``,
-``dtype_names``, ``shapes``; empty lists mean the last ones) as vLLM's ``nccl`` backend, and with the same habit: init and
-update are collectives, which every rank must enter before any returns. The data plane is torch's ``TCPStore``, which
-the trainer serves:
+The backend ``fleetgate_cpu`` moves dense weights from a trainer (rank 0) into any number of vLLM servers over TCP. It
+takes the init fields (``master_address``, ``master_port``, ``rank_offset``, ``world_size``) and the update fields
+(``names``, ``dtype_names``, ``shapes``; empty lists mean the last ones) of vLLM's ``nccl`` backend, and has its habit:
+init and update are collectives, which every rank must enter before any returns. The data plane is torch's ``TCPStore``,
+which the trainer serves:
 
 ======================  ==========  ====================================================================
 key                     set by      value
