@@ -1,0 +1,1 @@
+"""The simulated engine: the wire behaviour of vLLM, with tokens that anybody can recompute."""

@@ -1,0 +1,115 @@
+"""``GET /metrics``: the names of vLLM's own page, with its labels."""
+
+from __future__ import annotations
+
+import resource
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine_launcher.sim.server import SimEngine
+
+_SECONDS_BUCKETS = ("0.1", "0.5", "1.0", "5.0", "30.0", "120.0", "+Inf")
+
+
+def _family(name: str, kind: str, text: str, samples: list[tuple[str, float]]) -> str:
+    lines = [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+    lines += [f"{sample} {value}" for sample, value in samples]
+    return "\n".join(lines)
+
+
+def page(engine: SimEngine) -> str:
+    """Return the metrics page of ``engine``."""
+    core = engine.core
+    labels = f'engine="0",model_name="{engine.config.model_name}"'
+
+    def one(name: str, value: float) -> list[tuple[str, float]]:
+        return [(f"{name}{{{labels}}}", float(value))]
+
+    counters = core.counters
+    memory = resource.getrusage(resource.RUSAGE_SELF)
+    running, waiting = len(core.running), len(core.waiting)
+    used = min(1.0, (running + waiting) / engine.config.max_num_seqs)
+    finished = [
+        (f'vllm:request_success_total{{{labels},finished_reason="{reason}"}}', float(count))
+        for reason, count in counters.finished.items()
+    ]
+    histograms = [
+        ("vllm:time_to_first_token_seconds", "Histogram of time to first token in seconds."),
+        ("vllm:inter_token_latency_seconds", "Histogram of inter-token latency in seconds."),
+        ("vllm:e2e_request_latency_seconds", "Histogram of e2e request latency in seconds."),
+    ]
+    total = float(sum(counters.finished.values()))
+    families = [
+        _family(
+            "process_start_time_seconds",
+            "gauge",
+            "Start time of the process since unix epoch in seconds.",
+            [("process_start_time_seconds", engine.started_at)],
+        ),
+        _family(
+            "process_cpu_seconds_total",
+            "counter",
+            "Total user and system CPU time spent in seconds.",
+            [("process_cpu_seconds_total", memory.ru_utime + memory.ru_stime)],
+        ),
+        _family(
+            "process_resident_memory_bytes",
+            "gauge",
+            "Resident memory size in bytes.",
+            [("process_resident_memory_bytes", float(memory.ru_maxrss * 1024))],
+        ),
+        _family(
+            "vllm:num_requests_running",
+            "gauge",
+            "Number of requests in model execution batches.",
+            one("vllm:num_requests_running", running),
+        ),
+        _family(
+            "vllm:num_requests_waiting",
+            "gauge",
+            "Number of requests waiting to be processed.",
+            one("vllm:num_requests_waiting", waiting),
+        ),
+        _family(
+            "vllm:kv_cache_usage_perc",
+            "gauge",
+            "KV-cache usage. 1 means 100 percent usage.",
+            one("vllm:kv_cache_usage_perc", used),
+        ),
+        _family(
+            "vllm:engine_sleep_state",
+            "gauge",
+            "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake.",
+            [(f'vllm:engine_sleep_state{{{labels},sleep_state="awake"}}', 0.0 if engine.asleep else 1.0)],
+        ),
+        _family(
+            "vllm:prompt_tokens_total",
+            "counter",
+            "Number of prefill tokens processed.",
+            one("vllm:prompt_tokens_total", counters.prompt_tokens),
+        ),
+        _family(
+            "vllm:generation_tokens_total",
+            "counter",
+            "Number of generation tokens processed.",
+            one("vllm:generation_tokens_total", counters.generation_tokens),
+        ),
+        _family(
+            "vllm:prefix_cache_queries_total",
+            "counter",
+            "Prefix cache queries, in terms of number of queried tokens.",
+            one("vllm:prefix_cache_queries_total", counters.prompt_tokens),
+        ),
+        _family(
+            "vllm:prefix_cache_hits_total",
+            "counter",
+            "Prefix cache hits, in terms of number of cached tokens.",
+            one("vllm:prefix_cache_hits_total", 0),
+        ),
+        _family("vllm:request_success_total", "counter", "Count of successfully processed requests.", finished),
+    ]
+    for name, text in histograms:
+        samples = [(f'{name}_bucket{{{labels},le="{bound}"}}', total) for bound in _SECONDS_BUCKETS]
+        samples += [(f"{name}_count{{{labels}}}", total), (f"{name}_sum{{{labels}}}", 0.0)]
+        families.append(_family(name, "histogram", text, samples))
+    return "\n".join(families) + "\n"

@@ -1,0 +1,165 @@
+"""Reading request bodies, with vLLM's errors for what does not parse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from engine_launcher.sim.config import SimConfig
+from engine_launcher.sim.errors import BadRequestError, ValidationError, WireError
+from engine_launcher.sim.sequences import Sampling
+
+Body = dict[str, Any]
+
+
+async def json_body(request: web.Request) -> Body:
+    """Return the JSON object in the body of a data-plane request.
+
+    Raises:
+        ValidationError: not declared as JSON, not JSON, or not an object.
+
+    """
+    media_type = request.headers.get("Content-Type", "").lower().partition(";")[0].strip()
+    if media_type != "application/json":
+        raise WireError(
+            400,
+            "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed",
+            "Bad Request",
+        )
+    raw = await request.read()
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        problem = {
+            "type": "json_invalid",
+            "loc": f"body.{error.pos}",
+            "msg": "JSON decode error",
+            "input": {},
+            "ctx": {"error": error.msg},
+        }
+        raise ValidationError(problem) from error
+    if not isinstance(body, dict):
+        problem = {
+            "type": "model_attributes_type",
+            "loc": "body",
+            "msg": "Input should be a valid dictionary or object to extract fields from",
+            "input": f"<{type(body).__name__}>",
+        }
+        raise ValidationError(problem)
+    return body
+
+
+async def optional_json(request: web.Request) -> Any:
+    """Return the body as JSON, or None when there is none."""
+    raw = await request.read()
+    if not raw:
+        return None
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        problem = {
+            "type": "json_invalid",
+            "loc": f"body.{error.pos}",
+            "msg": "JSON decode error",
+            "input": {},
+            "ctx": {"error": error.msg},
+        }
+        raise ValidationError(problem) from error
+
+
+def integer(body: Mapping[str, Any], name: str, default: int | None, *, at_least: int | None = None) -> int | None:
+    """Return an integer field.
+
+    Raises:
+        ValidationError: the value is not an integer.
+        BadRequestError: the value is too small.
+
+    """
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        problem = {
+            "type": "int_parsing" if isinstance(value, str) else "int_type",
+            "loc": f"body.{name}",
+            "msg": "Input should be a valid integer, unable to parse string as an integer"
+            if isinstance(value, str)
+            else "Input should be a valid integer",
+            "input": value,
+        }
+        raise ValidationError(problem)
+    if at_least is not None and value < at_least:
+        raise BadRequestError(
+            f"{name} must be at least {at_least}, got {value}. (parameter={name}, value={value})", name
+        )
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """Return a boolean field."""
+    value = body.get(name)
+    return default if value is None else bool(value)
+
+
+def stop_strings(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return ``stop`` as strings: it may be one, or a list."""
+    raw = body.get("stop")
+    if raw is None:
+        return ()
+    if isinstance(raw, str):
+        return (raw,) if raw else ()
+    return tuple(str(item) for item in raw if item)
+
+
+def sampling(
+    body: Mapping[str, Any],
+    config: SimConfig,
+    *,
+    prompt_tokens: int,
+    default_max_tokens: int | None,
+    candidates: int = 0,
+    max_tokens_fields: Sequence[str] = ("max_tokens",),
+) -> Sampling:
+    """Return the sampling parameters of a request.
+
+    Args:
+        body: the request, or its ``sampling_params``.
+        config: of the engine; its model length bounds the answer.
+        prompt_tokens: of the longest prompt.
+        default_max_tokens: of a request that says nothing; None is "as long as the model allows".
+        candidates: candidates to report at each token.
+        max_tokens_fields: fields that hold the limit, the first that is set wins.
+
+    Raises:
+        WireError: a value is wrong, or the prompt leaves no room for an answer.
+
+    """
+    room = config.max_model_len - prompt_tokens
+    wanted = default_max_tokens
+    for name in max_tokens_fields:
+        if body.get(name) is not None:
+            wanted = integer(body, name, None, at_least=1)
+            break
+    if room < 1:
+        raise BadRequestError(
+            f"This model's maximum context length is {config.max_model_len} tokens. However, your request has "
+            f"{prompt_tokens} input tokens. Please reduce the length of the input messages. "
+            f"(parameter=input_tokens, value={prompt_tokens})",
+            "input_tokens",
+        )
+    stop_ids = body.get("stop_token_ids") or ()
+    return Sampling(
+        max_tokens=min(room, wanted) if wanted is not None else room,
+        n=integer(body, "n", 1, at_least=1) or 1,
+        ignore_eos=flag(body, "ignore_eos"),
+        min_tokens=integer(body, "min_tokens", 0, at_least=0) or 0,
+        stop=stop_strings(body),
+        stop_token_ids=frozenset(int(token) for token in stop_ids),
+        include_stop=flag(body, "include_stop_str_in_output"),
+        candidates=candidates,
+    )
