@@ -8,6 +8,7 @@ FleetgateError
 │   ├── Forbidden              403  switched off by configuration
 │   ├── NotFound               404  no such engine or fleet resource
 │   ├── MethodNotAllowed       405
+│   ├── RequestAborted         409  /abort_requests named it while it was held
 │   ├── SlowClient             408  the request did not arrive in time
 │   ├── BodyTooLarge           413
 │   ├── TargetTooLong          414
@@ -20,6 +21,7 @@ FleetgateError
 │   ├── HoldTimeout            503  held longer than the limit
 │   ├── HoldQueueFull          503  no place left to hold it
 │   ├── Overloaded             503  every engine refused for load, the retry budget is spent
+│   ├── NoEngine               503  no engine lives that could take a request that is not held
 │   ├── TooManyConnections     503
 │   └── ShuttingDown           503
 ├── EngineFault            an engine failed and the request could not be saved by another try
@@ -148,6 +150,13 @@ class MethodNotAllowed(ClientFault):
     code = "method_not_allowed"
 
 
+class RequestAborted(ClientFault):
+    """``/abort_requests`` named the request while it was held."""
+
+    status = 409
+    code = "request_aborted"
+
+
 class SlowClient(ClientFault):
     """The request did not arrive in time (RFC 9110 section 15.5.9)."""
 
@@ -230,6 +239,12 @@ class Overloaded(Busy):
     """Every engine refused for load, or the retry budget is spent."""
 
     code = "overloaded"
+
+
+class NoEngine(Busy):
+    """No engine lives that could take a request that is not held."""
+
+    code = "no_engine"
 
 
 class TooManyConnections(Busy):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 
 from proxy.errors import FleetgateError, HoldQueueFull, HoldTimeout
@@ -145,7 +146,7 @@ class Gate:
 
     def _pump(self) -> None:
         self._pumping = None
-        for waiter in list(self._queue)[:PUMP_BATCH] if len(self._queue) > PUMP_BATCH else list(self._queue):
+        for waiter in list(islice(self._queue, PUMP_BATCH)):
             if self.closed or not self._can_pass():
                 return
             if waiter not in self._queue:

@@ -15,7 +15,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -123,8 +123,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Remember the transport and a poller that tells whether an idle connection holds bytes."""
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports have the interface of asyncio.Transport without being one.
+        self.transport = cast("asyncio.Transport", transport)
         self.upstream.connections.add(self)
         sock = transport.get_extra_info("socket")
         if sock is not None:
@@ -263,10 +263,9 @@ class Connection(asyncio.Protocol):
         if receiver is None:
             return
         head = self._head
-        if head is not None and self._head_done and self._head_bytes >= 0:
-            if self._head_bytes:
-                self._head_bytes = -1
-                receiver.on_head(head)
+        if head is not None and self._head_bytes > 0:
+            self._head_bytes = -1
+            receiver.on_head(head)
         if self._body and self.receiver is receiver:
             parts = self._body
             self._body = []

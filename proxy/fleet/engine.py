@@ -68,6 +68,7 @@ class Engine:
     failures: int = 0
     successes: int = 0
     last_error: str = ""
+    last_byte: float = 0.0
     adapters: dict[str, bytes] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,265 @@
+"""One look at a request head: what is refused, what is forwarded, and what the proxy itself needs to know.
+
+llhttp has split the bytes into lines and refused what is no HTTP at all. This module refuses what is HTTP to some
+readers and something else to others (RFC 9112 sections 3.2, 5, 6), because a disagreement between the proxy and an
+engine about where a request ends is how requests are smuggled. Whatever passes is framed anew by the proxy.
+
+Hop-by-hop fields (RFC 9110 section 7.6.1) are dropped here, before the proxy adds its own, so that a client cannot
+strip those by naming them in ``Connection``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from proxy.errors import (
+    BadRequest,
+    BodyTooLarge,
+    ExpectationFailed,
+    HeadersTooLarge,
+    NotImplementedCoding,
+    TargetTooLong,
+    VersionNotSupported,
+)
+
+HOP_BY_HOP: frozenset[bytes] = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+
+_NAME = re.compile(rb"[A-Za-z0-9-]+")
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~-]*)(?::[0-9]{0,5})?")
+_TARGET = re.compile(rb"[\x21\x24-\x7e]+")  # visible ASCII without the quote and the number sign
+_DIGITS = re.compile(rb"[0-9]{1,18}")
+_NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,6})?")
+
+MAX_KNOWN_NAMES = 4096
+"""Field names whose lower-case form is remembered. Names repeat on every request; the bound keeps strangers out."""
+_lower: dict[bytes, bytes] = {}
+
+
+def lower_name(name: bytes) -> bytes:
+    """The lower-case form of a field name.
+
+    Raises:
+        BadRequest: the name has characters that some servers map onto others, such as the underscore.
+    """
+    known = _lower.get(name)
+    if known is not None:
+        return known
+    if _NAME.fullmatch(name) is None:
+        raise BadRequest(f"the header name {name[:64]!r} is refused: only letters, digits and '-' are taken")
+    known = name.lower()
+    if len(_lower) < MAX_KNOWN_NAMES:
+        _lower[name] = known
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes of a request head and body; see the settings of the same names."""
+
+    request_line: int = 8192
+    header_line: int = 8192
+    headers: int = 128
+    body: int = 0
+
+
+@dataclass(slots=True)
+class RequestHead:
+    """What is known of a request when its head has arrived.
+
+    Attributes:
+        method: as sent.
+        target: origin form (path and query), byte-exact.
+        path: target up to the query.
+        http11: HTTP/1.1 rather than 1.0.
+        fields: end-to-end fields in order and case, without Host, framing and those that the proxy rewrites.
+        host: value of Host, or empty (HTTP/1.0).
+        length: Content-Length, or None.
+        chunked: the body comes in chunks.
+        expect_continue: the client waits for a 100 before it sends the body.
+        keep_alive: the client keeps the connection.
+        websocket: it asks for an upgrade to WebSocket.
+        request_id: ``X-Request-Id``, or None.
+        forwarded_for: ``X-Forwarded-For`` lines joined, or None.
+        via: ``Via`` lines joined, or None.
+        session: the session key, or None.
+        hold_timeout: ``X-Fleetgate-Hold-Timeout`` in seconds, or None.
+        no_retry: ``X-Fleetgate-No-Retry: 1``: one attempt only (pauses are still waited for).
+        authorization: whether an ``Authorization`` field came.
+    """
+
+    method: bytes
+    target: bytes
+    path: bytes
+    http11: bool
+    fields: list[tuple[bytes, bytes]]
+    host: bytes = b""
+    length: int | None = None
+    chunked: bool = False
+    expect_continue: bool = False
+    keep_alive: bool = True
+    websocket: bool = False
+    request_id: bytes | None = None
+    forwarded_for: bytes | None = None
+    via: bytes | None = None
+    session: bytes | None = None
+    hold_timeout: float | None = None
+    no_retry: bool = False
+    authorization: bool = False
+
+    @property
+    def has_body(self) -> bool:
+        """Whether body bytes may follow the head."""
+        return self.chunked or bool(self.length)
+
+
+def inspect(
+    method: bytes,
+    target: bytes,
+    version: str,
+    headers: list[tuple[bytes, bytes]],
+    *,
+    limits: Limits,
+    session_headers: tuple[bytes, ...] = (),
+) -> RequestHead:
+    """Judge a request head and pick out what the proxy needs.
+
+    Args:
+        method: request method.
+        target: request target as sent.
+        version: ``1.0`` or ``1.1``.
+        headers: fields in order, as llhttp split them.
+        limits: sizes that are taken.
+        session_headers: lower-case names of the fields that carry a session key, the strongest first.
+
+    Raises:
+        ClientFault: one of the leaves of `proxy.errors`, with what was wrong and what would be right.
+    """
+    if version not in ("1.1", "1.0"):
+        raise VersionNotSupported(f"HTTP/{version} is not spoken here; use HTTP/1.1")
+    if len(method) + len(target) + 11 > limits.request_line:
+        raise TargetTooLong(f"the request line is over {limits.request_line} bytes")
+    if len(headers) > limits.headers:
+        raise HeadersTooLarge(f"the request has over {limits.headers} header fields")
+    http11 = version == "1.1"
+    head = RequestHead(method, b"", b"", http11, [])
+    fields = head.fields
+    hosts = 0
+    named: set[bytes] | None = None
+    upgrade = b""
+    close = not http11
+    for name, value in headers:
+        if len(name) + len(value) > limits.header_line:
+            raise HeadersTooLarge(f"the header {name[:64]!r} is over {limits.header_line} bytes")
+        known = _lower.get(name) or lower_name(name)
+        if known not in _SPECIAL:
+            fields.append((name, value))
+            if known in session_headers and head.session is None:
+                head.session = value
+            continue
+        if known == b"host":
+            hosts += 1
+            head.host = value
+        elif known == b"content-length":
+            if head.length is not None or _DIGITS.fullmatch(value) is None:
+                raise BadRequest("Content-Length must be one number of decimal digits, given once")
+            head.length = int(value)
+        elif known == b"transfer-encoding":
+            if head.chunked or value.lower() != b"chunked":
+                raise NotImplementedCoding("the only transfer coding taken is 'chunked', given once")
+            head.chunked = True
+        elif known == b"connection":
+            for token in value.lower().split(b","):
+                option = token.strip()
+                if option == b"close":
+                    close = True
+                elif option not in (b"keep-alive", b"upgrade", b""):
+                    named = {option} if named is None else named | {option}
+        elif known == b"upgrade":
+            upgrade = value.lower().strip()
+        elif known == b"expect":
+            if value.lower().strip() != b"100-continue":
+                raise ExpectationFailed("the only expectation met is '100-continue'")
+            head.expect_continue = http11
+        elif known == b"x-request-id":
+            if head.request_id is None:
+                head.request_id = value
+            fields.append((name, value))
+        elif known == b"x-forwarded-for":
+            head.forwarded_for = value if head.forwarded_for is None else head.forwarded_for + b", " + value
+        elif known == b"via":
+            head.via = value if head.via is None else head.via + b", " + value
+        elif known == b"authorization":
+            head.authorization = True
+            fields.append((name, value))
+        elif known == b"x-fleetgate-hold-timeout":
+            if _NUMBER.fullmatch(value) is None:
+                raise BadRequest("X-Fleetgate-Hold-Timeout must be seconds, such as 30 or 0.5")
+            head.hold_timeout = float(value)
+        elif known == b"x-fleetgate-no-retry":
+            head.no_retry = value == b"1"
+    _check_framing(head, limits)
+    if hosts != 1 and (http11 or hosts):
+        raise BadRequest(f"a request must carry one Host field, this one has {hosts}")
+    if hosts and _HOST.fullmatch(head.host) is None:
+        raise BadRequest("the Host field is not a host with an optional port")
+    _set_target(head, target)
+    head.keep_alive = not close
+    head.websocket = upgrade == b"websocket" and http11 and method == b"GET"
+    if named is not None:
+        head.fields = [(name, value) for name, value in fields if lower_name(name) not in named]
+    return head
+
+
+_SPECIAL: frozenset[bytes] = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"x-request-id",
+    b"x-forwarded-for",
+    b"x-forwarded-proto",
+    b"x-forwarded-host",
+    b"via",
+    b"authorization",
+    b"x-fleetgate-hold-timeout",
+    b"x-fleetgate-no-retry",
+}
+
+
+def _check_framing(head: RequestHead, limits: Limits) -> None:
+    if head.chunked:
+        if head.length is not None:
+            raise BadRequest("a request must not carry both Content-Length and Transfer-Encoding")
+        if not head.http11:
+            raise BadRequest("HTTP/1.0 has no transfer codings; send a Content-Length")
+    if limits.body and head.length is not None and head.length > limits.body:
+        raise BodyTooLarge(f"the body is over {limits.body} bytes")
+
+
+def _set_target(head: RequestHead, target: bytes) -> None:
+    if _TARGET.fullmatch(target) is None:
+        raise BadRequest("the request target has characters that must be percent-encoded")
+    if target[:1] == b"/":
+        pass
+    elif target[:7].lower() == b"http://" or target[:8].lower() == b"https://":
+        # RFC 9112 section 3.2.2: the authority of an absolute target replaces Host; another one is refused.
+        authority, slash, rest = target[target.index(b"//") + 2 :].partition(b"/")
+        if authority.lower() != head.host.lower():
+            raise BadRequest("the target names another host than the Host field")
+        target = slash + rest if slash else b"/"
+    elif not (target == b"*" and head.method == b"OPTIONS"):
+        raise BadRequest("the request target must be a path")
+    head.target = target
+    head.path = target.partition(b"?")[0]

@@ -1,0 +1,213 @@
+"""A look at the first event of a stream, incremental and byte-exact (WHATWG HTML, server-sent events, section 9.2).
+
+vLLM hides every refusal of a stream inside a 200: the first event is the error. The proxy must see it before a byte
+goes to the client, yet must not delay a normal first token. So the reader answers as soon as the bytes can no longer
+be an error: an ordinary chunk begins ``data: {"id"`` and is let go at its first key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import orjson
+
+from proxy.core.failures import Kind
+
+
+class Verdict(Enum):
+    """What the bytes so far are."""
+
+    MORE = auto()
+    NORMAL = auto()
+    ERROR = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineError:
+    """An error object of vLLM, whatever its protocol.
+
+    Attributes:
+        kind: what it means, or None for an error about the request itself, which belongs to the client.
+        message: the engine's own text.
+    """
+
+    kind: Kind | None
+    message: str
+
+
+_ERROR_KEYS = (b'"error"', b'"object"', b'"type"', b'"message"', b'"code"', b'"detail"', b'"status"')
+_WHITE = b" \t\r\n"
+
+
+def _may_be_error(data: bytes) -> bool:
+    """Whether an event's data, known up to here, can still be an error object."""
+    text = data.lstrip(_WHITE)
+    if not text:
+        return True
+    if text[:1] != b"{":
+        return False
+    text = text[1:].lstrip(_WHITE)
+    if not text:
+        return True
+    for key in _ERROR_KEYS:
+        if key.startswith(text[: len(key)]) if len(text) < len(key) else text.startswith(key):
+            if key in (b'"object"', b'"type"'):
+                return _value_may_be(text[len(key) :], b'"error"')
+            return True
+    return False
+
+
+def _value_may_be(rest: bytes, value: bytes) -> bool:
+    text = rest.lstrip(_WHITE)
+    if not text.startswith(b":"):
+        return not text
+    text = text[1:].lstrip(_WHITE)
+    return value.startswith(text[: len(value)])
+
+
+class FirstEvent:
+    """Reads a stream until its first event is known to be an error or not.
+
+    Args:
+        limit: bytes kept at most; an event that is longer is no error.
+
+    Attributes:
+        held: all bytes fed so far, to be passed on unchanged.
+        error: the error, after `Verdict.ERROR`.
+    """
+
+    __slots__ = ("_data", "_limit", "_name", "_pos", "error", "held")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pos = 0
+        self._name = b""
+        self._data: list[bytes] | None = None
+        self.held = b""
+        self.error: EngineError | None = None
+
+    def feed(self, data: bytes) -> Verdict:
+        """Take more bytes."""
+        self.held = held = self.held + data if self.held else data
+        if self._pos == 0 and held[:6] == b"data: " and not _may_be_error(held[6:38]):
+            return Verdict.NORMAL
+        if self._pos == 0 and held[:3] == b"\xef\xbb\xbf":
+            self._pos = 3
+        while True:
+            end, after = _line_end(held, self._pos)
+            if end < 0:
+                return self._unfinished(held[self._pos :])
+            line = held[self._pos : end]
+            self._pos = after
+            verdict = self._line(line)
+            if verdict is not Verdict.MORE:
+                return verdict
+
+    def _unfinished(self, line: bytes) -> Verdict:
+        if len(self.held) > self._limit:
+            return Verdict.NORMAL
+        if line[:5] == b"data:" and not _may_be_error(b"\n".join([*(self._data or ()), line[5:]])):
+            return Verdict.NORMAL
+        return Verdict.MORE
+
+    def _line(self, line: bytes) -> Verdict:
+        if not line:
+            if self._data is None:
+                self._name = b""
+                return Verdict.MORE
+            self.error = read_error(b"\n".join(self._data), named_error=self._name == b"error")
+            return Verdict.ERROR if self.error is not None else Verdict.NORMAL
+        name, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if name == b"event":
+            self._name = value
+            if value != b"error":
+                return Verdict.NORMAL
+        elif name == b"data":
+            self._data = [*self._data, value] if self._data is not None else [value]
+            if not _may_be_error(b"\n".join(self._data)):
+                return Verdict.NORMAL
+        return Verdict.MORE
+
+
+def _line_end(data: bytes, start: int) -> tuple[int, int]:
+    """End of the line that begins at ``start`` and start of the next; (-1, -1) if more bytes are needed.
+
+    A line ends with LF, CR or CRLF; a CR at the very end may still become a CRLF.
+    """
+    lf = data.find(b"\n", start)
+    cr = data.find(b"\r", start, lf if lf >= 0 else len(data))
+    if cr >= 0:
+        if cr + 1 == len(data):
+            return -1, -1
+        return cr, cr + 2 if data[cr + 1 : cr + 2] == b"\n" else cr + 1
+    if lf >= 0:
+        return lf, lf + 1
+    return -1, -1
+
+
+def read_error(body: bytes, *, status: int | None = None, named_error: bool = False) -> EngineError | None:
+    """What an error object of vLLM means; None if the body is none.
+
+    Args:
+        body: JSON of an error answer, or the data of an event.
+        status: HTTP status of the answer, where it has one of its own.
+        named_error: the event was called ``error``.
+    """
+    try:
+        parsed: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None if status is None else EngineError(_by_code(status, "", ""), "")
+    if not isinstance(parsed, dict):
+        return None if status is None else EngineError(_by_code(status, "", ""), "")
+    error: Any = parsed.get("error")
+    if isinstance(error, str):
+        error = {"message": error}
+    if not isinstance(error, dict):
+        if status is None and not named_error and parsed.get("object") != "error" and parsed.get("type") != "error":
+            return None
+        error = parsed
+    message = error.get("message")
+    message = message if isinstance(message, str) else str(error.get("detail") or "")
+    kind = error.get("type")
+    code = error.get("code")
+    if code is None:
+        code = error.get("status")
+    number = code if isinstance(code, int) else int(code) if isinstance(code, str) and code.isdigit() else status
+    if code == "engine_paused":
+        return EngineError(Kind.PAUSED, message)
+    return EngineError(_by_code(number, kind if isinstance(kind, str) else "", message), message)
+
+
+def _by_code(code: int | None, kind: str, message: str) -> Kind | None:
+    # The text is looked at first: a paused chat stream says InternalServerError, and every 503 looks alike.
+    text = message.lower()
+    if "generation is paused" in text or "engine is paused" in text or "scheduler is paused" in text:
+        return Kind.PAUSED
+    if code == 503 or kind in ("overloaded_error", "ServiceUnavailableError", "Service Unavailable"):
+        return Kind.BUSY
+    if code == 500 or (code is None and kind in ("InternalServerError", "api_error", "internal_error")):
+        return Kind.FAILED
+    return None
+
+
+def ends_event(tail: bytes) -> bool:
+    """Whether the last bytes of a stream end an event, so that another may follow."""
+    return not tail or tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+
+
+_LAST_EVENTS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+
+
+def looks_whole(tail: bytes, *, stream: bool) -> bool:
+    """Whether an answer that is delimited only by the end of its connection looks complete.
+
+    Args:
+        tail: its last bytes, at least 512 if it has as many.
+        stream: it is an event stream rather than JSON.
+    """
+    if stream:
+        return ends_event(tail) and any(mark in tail for mark in _LAST_EVENTS)
+    return tail.rstrip(_WHITE).endswith((b"}", b"]"))

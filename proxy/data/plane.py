@@ -1,0 +1,217 @@
+"""What all requests of the data plane share: who may take one, what is counted, what runs now."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+from collections.abc import Iterable
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+from proxy.config import Policy, Settings
+from proxy.core.balancing import Balancer, ConsistentHash, LeastInflight, PowerOfTwo, RoundRobin, Sticky
+from proxy.core.framing import Limits
+from proxy.core.retry import Backoff, Budget
+from proxy.data.gate import Gate
+from proxy.fleet.engine import Engine
+from proxy.fleet.registry import Fleet
+from proxy.observe.stats import DataStats
+
+if TYPE_CHECKING:
+    from proxy.data.exchange import Exchange
+
+access_log = logging.getLogger("fleetgate.access")
+
+
+class EngineWatch(Protocol):
+    """Who looks after the engines' health and identity (`proxy.fleet.probes`)."""
+
+    def suspect(self, engine: Engine, why: str) -> None:
+        """Its process may be gone or replaced: nothing is sent there until it has been looked at."""
+
+    def watch_paused(self, engine: Engine) -> None:
+        """Somebody else paused it: keep it out until it says otherwise."""
+
+    async def is_dead(self, engine: Engine) -> bool:
+        """A quick look whether it still serves."""
+
+    async def is_paused(self, engine: Engine) -> bool:
+        """A quick look whether generation is paused there."""
+
+
+def make_balancer(settings: Settings) -> Balancer:
+    """The policy that the settings name."""
+    match settings.policy:
+        case Policy.LEAST_INFLIGHT:
+            return LeastInflight()
+        case Policy.ROUND_ROBIN:
+            return RoundRobin()
+        case Policy.POWER_OF_TWO:
+            return PowerOfTwo(Random())
+        case Policy.CONSISTENT_HASH:
+            return ConsistentHash()
+        case _:
+            return Sticky(ttl=settings.session_ttl, max_sessions=settings.max_sessions, margin=settings.sticky_margin)
+
+
+class Tracker:
+    """Requests that are held or running, by ``X-Request-Id``. The same id may run several times at once."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[bytes, Exchange | list[Exchange]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(item) if isinstance(item, list) else 1 for item in self._by_id.values())
+
+    def add(self, exchange: Exchange) -> None:
+        """A request begins."""
+        known = self._by_id.get(exchange.id_bytes)
+        if known is None:
+            self._by_id[exchange.id_bytes] = exchange
+        elif isinstance(known, list):
+            known.append(exchange)
+        else:
+            self._by_id[exchange.id_bytes] = [known, exchange]
+
+    def remove(self, exchange: Exchange) -> None:
+        """A request is over."""
+        known = self._by_id.get(exchange.id_bytes)
+        if isinstance(known, list):
+            known.remove(exchange)
+            if len(known) == 1:
+                self._by_id[exchange.id_bytes] = known[0]
+        elif known is exchange:
+            del self._by_id[exchange.id_bytes]
+
+    def find(self, request_id: str) -> list[Exchange]:
+        """Requests that carry this id."""
+        known = self._by_id.get(request_id.encode("latin-1", "replace"))
+        if known is None:
+            return []
+        return list(known) if isinstance(known, list) else [known]
+
+    def all(self) -> list[Exchange]:
+        """Every request that is held or running."""
+        return [exchange for item in self._by_id.values() for exchange in (item if isinstance(item, list) else (item,))]
+
+
+class DataPlane:
+    """Shared state of the data plane.
+
+    Args:
+        settings: the proxy's settings.
+        fleet: the engines.
+        watch: who looks after their health; set before the first request.
+    """
+
+    def __init__(self, settings: Settings, fleet: Fleet, watch: EngineWatch | None = None) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.stats = DataStats()
+        self.tracker = Tracker()
+        self.gate = Gate(
+            max_requests=settings.max_held_requests, max_bytes=settings.max_held_bytes, can_pass=self.can_pass
+        )
+        self.gate.on_hold_end = self._hold_ended
+        self.balancer = make_balancer(settings)
+        self.budget = Budget(ratio=settings.retry_ratio, floor=settings.retry_floor)
+        self.backoff = Backoff(base=settings.backoff_base, longest=settings.backoff_max)
+        self.limits = Limits(
+            request_line=settings.max_request_line,
+            header_line=settings.max_header_line,
+            headers=settings.max_headers,
+            body=settings.max_body,
+        )
+        self.session_headers = tuple(name.lower().encode("ascii") for name in settings.session_headers)
+        self.draining = False
+        key = settings.engine_api_key
+        self.engine_authorization = (
+            b"Authorization: Bearer " + key.get_secret_value().encode("latin-1") + b"\r\n" if key else b""
+        )
+        self.scheme = b"https" if settings.tls_cert else b"http"
+        # A pseudonym of this very process (RFC 9110 section 7.6.3) tells a loop from a chain of proxies.
+        self.name = b"fleetgate-" + os.urandom(4).hex().encode("ascii")
+        self._id_prefix = b"fg-" + os.urandom(5).hex().encode("ascii") + b"-"
+        self._id_count = 0
+        self._watch = watch
+        self._trusted = [ipaddress.ip_network(item) for item in settings.trusted_proxies]
+        self._trust: dict[str, bool] = {}
+        fleet.on_eligible.append(self.gate.pump)
+
+    @property
+    def watch(self) -> EngineWatch:
+        """Who looks after the engines' health."""
+        assert self._watch is not None
+        return self._watch
+
+    @watch.setter
+    def watch(self, watch: EngineWatch) -> None:
+        self._watch = watch
+
+    def new_id(self) -> bytes:
+        """A request id that no other process makes."""
+        self._id_count += 1
+        return self._id_prefix + b"%x" % self._id_count
+
+    def can_pass(self) -> bool:
+        """Whether an engine could take a generation request now."""
+        limit = self.settings.max_inflight
+        if not limit:
+            return bool(self.fleet.eligible)
+        return any(engine.inflight < limit for engine in self.fleet.eligible)
+
+    def pick(self, tried: Iterable[Engine], key: bytes | None, now: float, *, generation: bool) -> Engine | None:
+        """An engine for a request, none of those tried while another is left.
+
+        A request that does not run the model may go to any engine that lives, if none is eligible.
+        """
+        candidates = self.fleet.eligible
+        limit = self.settings.max_inflight
+        if limit and generation:
+            candidates = [engine for engine in candidates if engine.inflight < limit]
+        if not candidates and not generation:
+            candidates = [engine for engine in self.fleet if engine.alive]
+        if tried:
+            candidates = [engine for engine in candidates if engine not in tried] or candidates
+        if not candidates:
+            return None
+        if len(candidates) == 1 and key is None:
+            return candidates[0]
+        return self.balancer.select(candidates, key, now)
+
+    def others_left(self, tried: Iterable[Engine], *, generation: bool) -> bool:
+        """Whether an engine could take the request that has not been tried yet."""
+        if any(engine not in tried for engine in self.fleet.eligible):
+            return True
+        return not generation and any(engine.alive and engine not in tried for engine in self.fleet)
+
+    def version_header(self) -> bytes:
+        """The fleet version as a field value; ``unknown`` while there is none."""
+        version = self.fleet.version
+        return b"unknown" if version is None else version.encode("latin-1", "replace")
+
+    def trusts(self, address: str) -> bool:
+        """Whether the forwarding fields of this peer are kept."""
+        known = self._trust.get(address)
+        if known is None:
+            try:
+                ip = ipaddress.ip_address(address)
+                known = any(ip in network for network in self._trusted)
+            except ValueError:
+                known = False
+            if len(self._trust) < 4096:
+                self._trust[address] = known
+        return known
+
+    def _hold_ended(self, seconds: float, how: str) -> None:  # noqa: ARG002 - the signature of an event
+        self.stats.hold_seconds.observe(seconds)
+
+    async def drain(self, seconds: float) -> bool:
+        """Wait until no request runs, at most so long; True if none does."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while len(self.tracker) and loop.time() < deadline:  # noqa: ASYNC110 - only at a stop; not worth an event
+            await asyncio.sleep(0.05)
+        return not len(self.tracker)

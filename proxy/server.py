@@ -1,0 +1,137 @@
+"""The main port: takes connections, routes requests to the data plane or to aiohttp, drains before it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+
+from proxy.core import routes
+from proxy.core.framing import RequestHead
+from proxy.core.paths import PathTable, Route
+from proxy.data.front import Front
+from proxy.data.handoff import Handed, WebSide
+from proxy.data.plane import DataPlane
+from proxy.errors import FleetgateError, TooManyConnections
+
+_log = logging.getLogger("fleetgate.server")
+
+GONE_CHECK = 0.5
+"""Seconds between looks at clients whose bytes are left in the socket; a client that went away must be noticed
+within one second."""
+HEAD_LINES = 8
+"""A whole request head may be as long as this many of the longest header lines."""
+MAX_KNOWN_PATHS = 1024
+"""Paths whose owner is remembered; strangers cannot grow the table further."""
+BACKLOG = 4096
+"""Connections that wait for accept. Trainers that open a connection for each request come in bursts."""
+
+
+class Server:
+    """The main listener.
+
+    Args:
+        plane: the data plane.
+        web_side: answers everything that is not the data plane's.
+        paths: says whose a path is.
+    """
+
+    def __init__(self, plane: DataPlane, web_side: WebSide, paths: PathTable) -> None:
+        self.plane = plane
+        self.loop = asyncio.get_running_loop()
+        self._paths = paths
+        self._owners: dict[bytes, Route] = {}
+        self._web = web_side
+        self._fronts: set[Front] = set()
+        self._unread: set[Front] = set()
+        self._check: asyncio.TimerHandle | None = None
+        self._server: asyncio.Server | None = None
+        settings = plane.settings
+        self.tick = min(settings.header_timeout, settings.body_timeout, settings.client_idle) / 2
+        self.max_head = settings.max_request_line + HEAD_LINES * settings.max_header_line
+
+    async def start(self, *, reuse_port: bool = False) -> tuple[str, int]:
+        """Listen; returns the address and port.
+
+        Args:
+            reuse_port: several workers share the port.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        settings = self.plane.settings
+        context: ssl.SSLContext | None = None
+        if settings.tls_cert is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(settings.tls_cert, settings.tls_key)
+        self._server = await self.loop.create_server(
+            lambda: Front(self),
+            settings.host,
+            settings.port,
+            backlog=BACKLOG,
+            ssl=context,
+            reuse_port=reuse_port or None,
+        )
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return host, port
+
+    def owner(self, path: bytes) -> Route:
+        """Whose a path is. Paths repeat, so the answer is remembered within a bound."""
+        known = self._owners.get(path)
+        if known is None:
+            known = self._paths.classify(path)
+            if path in routes.GENERATION or len(self._owners) < MAX_KNOWN_PATHS:
+                self._owners[path] = known
+        return known
+
+    def handoff(self, front: Front, head: RequestHead) -> Handed:
+        """A request that aiohttp answers."""
+        return Handed(self._web, front, head, limit=self.plane.settings.max_control_body)
+
+    def opened(self, front: Front) -> FleetgateError | None:
+        """A connection came; an error if there are too many."""
+        self._fronts.add(front)
+        self.plane.stats.connections = len(self._fronts)
+        limit = self.plane.settings.max_connections
+        if len(self._fronts) > limit:
+            return TooManyConnections(f"over {limit} connections are open (max-connections)", retry_after=1)
+        return None
+
+    def closed(self, front: Front) -> None:
+        """A connection went."""
+        self._fronts.discard(front)
+        self._unread.discard(front)
+        self.plane.stats.connections = len(self._fronts)
+
+    def reading_paused(self, front: Front) -> None:
+        """Nobody reads this connection for now, so its end has to be asked for."""
+        self._unread.add(front)
+        if self._check is None:
+            self._check = self.loop.call_later(GONE_CHECK, self._look)
+
+    def reading_resumed(self, front: Front) -> None:
+        """The loop will tell of its end again."""
+        self._unread.discard(front)
+
+    def _look(self) -> None:
+        self._check = None
+        for front in list(self._unread):
+            if front.peer_closed():
+                front.abort()
+        if self._unread:
+            self._check = self.loop.call_later(GONE_CHECK, self._look)
+
+    async def stop(self) -> None:
+        """Take no more connections, let running requests end within the limit, then cut the rest."""
+        if self._server is not None:
+            self._server.close()
+        self.plane.draining = True
+        for front in list(self._fronts):
+            front.close_if_idle()
+        limit = self.plane.settings.drain_timeout
+        if not await self.plane.drain(limit):
+            _log.warning("%d requests still ran after %g s; they are cut", len(self.plane.tracker), limit)
+        for front in list(self._fronts):
+            front.abort()
+        if self._check is not None:
+            self._check.cancel()
