@@ -19,11 +19,14 @@ import asyncio
 from enum import IntEnum, auto
 from typing import TYPE_CHECKING, Any
 
-from proxy.core import answers, routes
+from proxy.core import routes
+from proxy.core.bodies import wants_stream
 from proxy.core.failures import Failure, Kind
 from proxy.core.framing import RequestHead
 from proxy.core.retry import Action, Decision, Facts, decide
-from proxy.core.sse import EngineError, FirstEvent, Verdict, ends_event, looks_whole, read_error
+from proxy.core.sse import EngineError, FirstEvent, Verdict, read_error
+from proxy.data import outbound
+from proxy.data.relay import Relay
 from proxy.data.upstream import ConnectFailedError, Connection, Head
 from proxy.errors import (
     BodyTooLarge,
@@ -44,8 +47,6 @@ if TYPE_CHECKING:
     from proxy.fleet.engine import Engine
 
 _SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
-_TAIL = 512
-"""Bytes of the end of an answer kept where only the end of the connection delimits it."""
 
 
 class Phase(IntEnum):
@@ -80,14 +81,13 @@ class Exchange:
 
     __slots__ = (
         "_pending",
+        "_stream",
         "attempts",
         "begun",
         "body",
         "body_done",
         "body_size",
         "broken",
-        "bytes_out",
-        "chunked_out",
         "client",
         "conn",
         "ended",
@@ -105,14 +105,12 @@ class Exchange:
         "pauses",
         "peek",
         "phase",
-        "pinging",
         "plane",
+        "relay",
         "replayable",
         "resends",
         "slot",
         "started",
-        "stream",
-        "tail",
         "task",
         "timer",
         "tried",
@@ -149,13 +147,10 @@ class Exchange:
         self._pending: list[bytes] = []
         self.ended = False
         self.broken = False
-        self.stream = False
-        self.chunked_out = False
-        self.bytes_out = 0
-        self.tail = b""
+        self._stream = False
+        self.relay = Relay(self)
         self.version = b""
         self.lines = b""
-        self.pinging = False
         self.held_bytes = 0
         self.hold_timer: asyncio.TimerHandle | None = None
         self.hold_since = 0.0
@@ -255,7 +250,7 @@ class Exchange:
         if not self.body_done:
             self.client.pause_reading()
         ping = self.plane.settings.hold_ping
-        if ping and self.timer is None and (self.pinging or self._wants_stream()):
+        if ping and self.timer is None and (self.relay.pinging or wants_stream(self.body)):
             self.timer = self.client.loop.call_later(ping, self._ping)
         self.plane.gate.hold(self, front=front)
 
@@ -268,24 +263,12 @@ class Exchange:
         """The gate cannot hold it."""
         self._fail(error)
 
-    def _wants_stream(self) -> bool:
-        from proxy.core.bodies import wants_stream  # noqa: PLC0415 - only where pings are switched on
-
-        return wants_stream(self.body)
-
     def _ping(self) -> None:
         """Keep a held stream's connection busy with SSE comments, which clients skip."""
         self.timer = None
         if self.phase not in (Phase.HELD, Phase.WAITING_BACKOFF):
             return
-        if not self.pinging:
-            self.pinging = True
-            self.stream = True
-            self.chunked_out = self.head.http11
-            self._begin_answer(
-                200, b"OK", [(b"Content-Type", b"text/event-stream; charset=utf-8"), (b"Cache-Control", b"no-cache")]
-            )
-        self._write(b": held\n\n")
+        self.relay.ping()
         self.timer = self.client.loop.call_later(self.plane.settings.hold_ping, self._ping)
 
     # Attempts
@@ -340,7 +323,9 @@ class Exchange:
         self.broken = False
         self._pending = []
         self.version = self.plane.version_header()
-        head = self._request_head(engine)
+        if not self.lines:
+            self.lines = outbound.field_lines(self)
+        head = outbound.request_head(self, engine.upstream)
         if self.body_done:
             data = head + b"".join(self.body)
             if not self.replayable:
@@ -349,7 +334,7 @@ class Exchange:
             self.uploading = True
             first = b"".join(self.body)
             self.body = []
-            data = head + (_chunk(first) if self.head.chunked and first else first)
+            data = head + (outbound.chunk(first) if self.head.chunked and first else first)
         connection.send(self, data, bodyless_answer=self.head.method == b"HEAD")
         limit = self.plane.settings.first_byte_timeout
         if limit:
@@ -359,49 +344,7 @@ class Exchange:
 
     def _upload(self, data: bytes) -> None:
         if self.conn is not None:
-            self.conn.write(_chunk(data) if self.head.chunked else data)
-
-    def _request_head(self, engine: Engine) -> bytes:
-        head = self.head
-        upstream = engine.upstream
-        if not self.lines:
-            self.lines = self._end_to_end_lines()
-        if self.body_done:
-            has_body = head.chunked or head.length is not None
-            framing = b"Content-Length: %d\r\n\r\n" % self.body_size if has_body else b"\r\n"
-        elif head.chunked:
-            framing = b"Transfer-Encoding: chunked\r\n\r\n"
-        else:
-            framing = b"Content-Length: %d\r\n\r\n" % (head.length or 0)
-        return b"".join(
-            (
-                head.method, b" ", upstream.prefix, head.target, b" HTTP/1.1\r\nHost: ", upstream.host_header, b"\r\n",
-                self.lines, framing,
-            )
-        )  # fmt: skip
-
-    def _end_to_end_lines(self) -> bytes:
-        head = self.head
-        plane = self.plane
-        parts: list[bytes] = []
-        for name, value in head.fields:
-            parts += (name, b": ", value, b"\r\n")
-        if head.request_id is None:
-            parts += (b"X-Request-Id: ", self.id_bytes, b"\r\n")
-        if not head.authorization and plane.engine_authorization:
-            parts.append(plane.engine_authorization)
-        peer = self.client.peer
-        if head.forwarded_for is not None and self.client.trusted:
-            parts += (b"X-Forwarded-For: ", head.forwarded_for, b", ", peer, b"\r\n")
-        else:
-            parts += (b"X-Forwarded-For: ", peer, b"\r\n")
-        parts += (b"X-Forwarded-Proto: ", plane.scheme, b"\r\nVia: ")
-        if head.via is not None:
-            parts += (head.via, b", ")
-        parts += (b"1.1 ", plane.name, b"\r\n")
-        if head.websocket:
-            parts.append(b"Connection: Upgrade\r\nUpgrade: websocket\r\n")
-        return b"".join(parts)
+            self.conn.write(outbound.chunk(data) if self.head.chunked else data)
 
     def _silent(self) -> None:
         self.timer = None
@@ -423,9 +366,9 @@ class Exchange:
         if head.status == 101:
             self._switch(head)
             return
-        self.stream = _is_stream(head)
+        self._stream = _is_stream(head)
         if self.generation:
-            if head.status == 200 and self.stream:
+            if head.status == 200 and self._stream:
                 self.peek = FirstEvent(self.plane.settings.peek_limit)
                 self.phase = Phase.PEEKING
                 return
@@ -441,7 +384,7 @@ class Exchange:
             engine = self.engine
             if engine is not None:
                 engine.last_byte = self.client.loop.time()
-            self._relay(data)
+            self.relay.data(data)
         elif phase is Phase.PEEKING:
             self._peek(data)
         elif phase is Phase.COLLECTING:
@@ -633,7 +576,7 @@ class Exchange:
         self._relay_head(head)
         for data in pending:
             if self.phase is Phase.RELAYING:
-                self._relay(data)
+                self.relay.data(data)
         if self.phase is not Phase.RELAYING:
             return
         if self.broken:
@@ -643,110 +586,43 @@ class Exchange:
 
     def _relay_head(self, head: Head) -> None:
         self.phase = Phase.RELAYING
-        if self.pinging:
-            if not self.stream or head.status != 200:
-                self._end_pinged(head)
+        relay = self.relay
+        if relay.pinging and not (self._stream and head.status == 200):
+            # 200 went out with the first ping, so the engine's error can only be said as an event.
+            message = f"engine answered status {head.status} after the request had been held"
+            relay.cut(message, code="engine_error", status=502)
+            self._over(head.status)
             return
-        fields, has_id = answers.end_to_end(head.headers)
-        no_body = self.head.method == b"HEAD" or head.status in (204, 304)
-        if head.length is not None and not head.chunked:
-            if not (no_body and head.length == 0):
-                fields.append((b"Content-Length", b"%d" % head.length))
-        elif not no_body:
-            self.chunked_out = self.head.http11
-        if self.stream:
-            fields.append((b"X-Accel-Buffering", b"no"))
-        self._begin_answer(head.status, head.reason, fields, has_id=has_id)
-
-    def _begin_answer(
-        self, status: int, reason: bytes, fields: list[tuple[bytes, bytes]], *, has_id: bool = False
-    ) -> None:
-        parts: list[bytes] = [b"HTTP/1.1 %d " % status, reason, b"\r\n"]
-        for name, value in fields:
-            parts += (name, b": ", value, b"\r\n")
-        engine = self.engine
-        if engine is not None:
-            parts += (b"X-Fleetgate-Engine: ", engine.id.encode("ascii"), b"\r\n")
-        version = self.version or self.plane.version_header()
-        parts += (
-            b"X-Fleetgate-Weight-Version: ", version, b"\r\nX-Fleetgate-Attempts: %d\r\n" % self.attempts,
-        )  # fmt: skip
-        if not has_id:
-            parts += (b"X-Request-Id: ", self.id_bytes, b"\r\n")
-        if self.chunked_out:
-            parts.append(b"Transfer-Encoding: chunked\r\n")
-        if not self.client.keeps_alive(self):
-            parts.append(b"Connection: close\r\n")
-        parts.append(b"\r\n")
-        self.client.answer_begun(status)
-        self.plane.stats.first_byte_seconds.observe(self.client.loop.time() - self.started)
-        self.client.write(b"".join(parts))
-
-    def _end_pinged(self, head: Head) -> None:
-        """The engine's answer is an error, but 200 went out with the first ping: say it as an event."""
-        self.phase = Phase.RELAYING
-        self._event(f"the engine answered status {head.status} after the request had been held", "engine_error", 502)
-        if self.conn is not None:
-            self.conn.detach()
-            self.conn = None
-        self.client.cut()
-        self._over(head.status)
-
-    def _relay(self, data: bytes) -> None:
-        head = self.engine_head
-        if head is not None and head.length is None and not head.chunked:
-            self.tail = (self.tail + data)[-_TAIL:]
-        elif self.stream:
-            self.tail = data[-4:] if len(data) >= 4 else (self.tail + data)[-4:]
-        self._write(data)
-
-    def _write(self, data: bytes) -> None:
-        self.bytes_out += len(data)
-        if self.chunked_out:
-            self.client.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
-            self.client.write(data)
+        relay.stream = self._stream
+        relay.begin(head)
 
     def _finish(self) -> None:
         head = self.engine_head
         assert head is not None
-        delimited = head.length is not None or head.chunked or self.head.method == b"HEAD"
-        if self.generation and not delimited and not looks_whole(self.tail, stream=self.stream):
+        if not self.relay.whole():
             self._cut(Failure(Kind.CUT, "the engine closed the connection inside its answer"))
             return
-        if self.chunked_out:
-            self.client.write(b"0\r\n\r\n")
+        self.relay.end()
         self._over(head.status)
-
-    def _event(self, message: str, code: str, status: int) -> None:
-        start = b"" if ends_event(self.tail) else b"\n\n"
-        event = routes.error_event(
-            routes.dialect(self.head.path), message=message, error_type="BadGatewayError", code=code, status=status
-        )
-        self._write(start + event)
 
     def _cut(self, failure: Failure) -> None:
         """The answer broke off after bytes went out: make it visible, never let it pass for a whole one."""
-        engine = self.engine
-        if self.phase is Phase.RELAYING and self.stream and self.bytes_out:
-            self._event(
-                f"engine {engine.id if engine else ''} broke off its answer: {failure.detail}", "engine_broken", 502
-            )
-            self.client.cut()
-        else:
+        if self.phase is Phase.TUNNEL:
             self.client.cut(hard=True)
+        else:
+            name = self.engine.id if self.engine is not None else "?"
+            self.relay.cut(f"engine {name} broke off its answer: {failure.detail}", code="engine_broken", status=502)
         self._over(502)
 
     def _fail(self, error: FleetgateError) -> None:
         """Give the client an error of the proxy's own."""
         if self.phase in (Phase.RELAYING, Phase.TUNNEL):
             self.client.cut(hard=True)
-        elif self.pinging:
-            self._event(error.message, error.code, error.status)
-            self.client.cut()
+        elif self.relay.pinging:
+            self.relay.cut(error.message, code=error.code, status=error.status)
         else:
             self._release_connection()
-            self.client.answer_begun(error.status)
+            self.client.answer_begun()
             self.client.send_error(error, self)
         self._over(error.status)
 
@@ -795,9 +671,7 @@ class Exchange:
             self._fail(EngineBroken("the engine switched to a protocol that was not asked for"))
             return
         self.phase = Phase.TUNNEL
-        fields, _ = answers.end_to_end(head.headers)
-        fields += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
-        self._begin_answer(101, head.reason or b"Switching Protocols", fields)
+        self.relay.switch(head)
         connection.tunnel = self._from_engine
         self.client.open_tunnel(connection.write)
 
@@ -808,10 +682,6 @@ class Exchange:
             self.conn = None
             self.client.close()
             self._over(101)
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def _is_stream(head: Head) -> bool:

@@ -309,7 +309,7 @@ class Front(asyncio.Protocol):
         """Whether the connection may carry another request after this one's answer."""
         return request.head.keep_alive and request.body_done and not self._closing and not self._server.plane.draining
 
-    def answer_begun(self, status: int) -> None:  # noqa: ARG002 - reads better at the call
+    def answer_begun(self) -> None:
         """The head of an answer is about to be written: from here on nothing else may answer this request."""
         self._begun = True
 

@@ -177,7 +177,7 @@ class Handed:
         if self._over or transport is None:
             return
         self._protocol = protocol = self._side.protocol(self)
-        self._client.answer_begun(0)
+        self._client.answer_begun()
         self._lent = _Lent(transport)
         protocol.connection_made(self._lent)
         body = b"".join(self._body)

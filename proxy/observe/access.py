@@ -32,6 +32,6 @@ def record(exchange: Exchange, status: int, seconds: float) -> None:
             "attempts": exchange.attempts,
             "seconds": round(seconds, 6),
             "bytes_in": exchange.body_size,
-            "bytes_out": exchange.bytes_out,
+            "bytes_out": exchange.relay.bytes_out,
         },
     )

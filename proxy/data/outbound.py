@@ -1,0 +1,60 @@
+"""The request as an engine gets it: the client's end-to-end fields as they came, then the proxy's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxy.data.exchange import Exchange
+    from proxy.data.upstream import Upstream
+
+
+def field_lines(exchange: Exchange) -> bytes:
+    """All header lines but Host and framing; the same for every attempt.
+
+    Forwarding fields are kept from trusted peers only (`trusted_proxies`) and appended to; ``Via`` is a must for a
+    gateway (RFC 9110 section 7.6.3).
+    """
+    head = exchange.head
+    plane = exchange.plane
+    parts: list[bytes] = []
+    for name, value in head.fields:
+        parts += (name, b": ", value, b"\r\n")
+    if head.request_id is None:
+        parts += (b"X-Request-Id: ", exchange.id_bytes, b"\r\n")
+    if not head.authorization and plane.engine_authorization:
+        parts.append(plane.engine_authorization)
+    peer = exchange.client.peer
+    if head.forwarded_for is not None and exchange.client.trusted:
+        parts += (b"X-Forwarded-For: ", head.forwarded_for, b", ", peer, b"\r\n")
+    else:
+        parts += (b"X-Forwarded-For: ", peer, b"\r\n")
+    parts += (b"X-Forwarded-Proto: ", plane.scheme, b"\r\nVia: ")
+    if head.via is not None:
+        parts += (head.via, b", ")
+    parts += (b"1.1 ", plane.name, b"\r\n")
+    if head.websocket:
+        parts.append(b"Connection: Upgrade\r\nUpgrade: websocket\r\n")
+    return b"".join(parts)
+
+
+def request_head(exchange: Exchange, upstream: Upstream) -> bytes:
+    """The whole head, framed anew: a body that is here gets its length, one that is still coming keeps its framing.
+
+    A request without a body gets no Content-Length.
+    """
+    head = exchange.head
+    if exchange.body_done:
+        has_body = head.chunked or head.length is not None
+        framing = b"Content-Length: %d\r\n\r\n" % exchange.body_size if has_body else b"\r\n"
+    elif head.chunked:
+        framing = b"Transfer-Encoding: chunked\r\n\r\n"
+    else:
+        framing = b"Content-Length: %d\r\n\r\n" % (head.length or 0)
+    start = (head.method, b" ", upstream.prefix, head.target, b" HTTP/1.1\r\nHost: ", upstream.host_header, b"\r\n")
+    return b"".join((*start, exchange.lines, framing))
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk (RFC 9112 section 7.1)."""
+    return b"%x\r\n%b\r\n" % (len(data), data)

@@ -1,0 +1,149 @@
+"""An answer on its way to one client: head, pieces, end; or an error event and a cut.
+
+From the first byte on the request cannot be sent again, so everything here is final. A cut answer never passes for a
+whole one: inside a stream the client first gets one error event in the route's own protocol, then the connection ends
+without the closing chunk (RFC 9112 section 8).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxy.core import answers, routes
+from proxy.core.sse import ends_event, looks_whole
+
+if TYPE_CHECKING:
+    from proxy.data.exchange import Exchange
+    from proxy.data.upstream import Head
+
+TAIL = 512
+"""Bytes of the end of an answer kept where only the end of the connection delimits it."""
+
+
+class Relay:
+    """Writes one answer.
+
+    Args:
+        exchange: the request that is answered.
+
+    Attributes:
+        stream: the answer is an event stream.
+        pinging: its head went out early, with the first ping to a held stream.
+        bytes_out: bytes of body written.
+    """
+
+    __slots__ = ("_chunked", "_delimited", "_exchange", "_tail", "bytes_out", "pinging", "stream")
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._chunked = False
+        self._delimited = True
+        self._tail = b""
+        self.stream = False
+        self.pinging = False
+        self.bytes_out = 0
+
+    def begin(self, head: Head) -> None:
+        """Pass on the head of an engine's answer."""
+        exchange = self._exchange
+        request = exchange.head
+        no_body = request.method == b"HEAD" or head.status in (204, 304)
+        self._delimited = no_body or head.chunked or head.length is not None
+        if self.pinging:
+            return
+        fields, has_id = answers.end_to_end(head.headers)
+        if head.length is not None and not head.chunked:
+            if not (no_body and head.length == 0):
+                fields.append((b"Content-Length", b"%d" % head.length))
+        elif not no_body:
+            self._chunked = request.http11
+        if self.stream:
+            # nginx buffers an event stream unless it is told not to.
+            fields.append((b"X-Accel-Buffering", b"no"))
+        self._head(head.status, head.reason, fields, has_id=has_id)
+
+    def switch(self, head: Head) -> None:
+        """Pass on a 101 to WebSocket (RFC 6455 section 4.2.2)."""
+        fields, has_id = answers.end_to_end(head.headers)
+        fields += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
+        self._head(101, head.reason or b"Switching Protocols", fields, has_id=has_id)
+
+    def ping(self) -> None:
+        """Keep a held stream's connection busy with an SSE comment, which clients skip.
+
+        The first one commits the answer to 200 and an event stream.
+        """
+        if not self.pinging:
+            self.pinging = True
+            self.stream = True
+            self._chunked = self._exchange.head.http11
+            fields = [(b"Content-Type", b"text/event-stream; charset=utf-8"), (b"Cache-Control", b"no-cache")]
+            self._head(200, b"OK", fields)
+        self.write(b": held\n\n")
+
+    def _head(self, status: int, reason: bytes, fields: list[tuple[bytes, bytes]], *, has_id: bool = False) -> None:
+        exchange = self._exchange
+        client = exchange.client
+        plane = exchange.plane
+        parts: list[bytes] = [b"HTTP/1.1 %d " % status, reason, b"\r\n"]
+        for name, value in fields:
+            parts += (name, b": ", value, b"\r\n")
+        if exchange.engine is not None:
+            parts += (b"X-Fleetgate-Engine: ", exchange.engine.id.encode("ascii"), b"\r\n")
+        version = exchange.version or plane.version_header()
+        parts += (b"X-Fleetgate-Weight-Version: ", version, b"\r\nX-Fleetgate-Attempts: %d\r\n" % exchange.attempts)
+        if not has_id:
+            parts += (b"X-Request-Id: ", exchange.id_bytes, b"\r\n")
+        if self._chunked:
+            parts.append(b"Transfer-Encoding: chunked\r\n")
+        if status != 101 and not client.keeps_alive(exchange):
+            parts.append(b"Connection: close\r\n")
+        parts.append(b"\r\n")
+        client.answer_begun()
+        plane.stats.first_byte_seconds.observe(client.loop.time() - exchange.started)
+        client.write(b"".join(parts))
+
+    def data(self, data: bytes) -> None:
+        """Pass on a piece of the body."""
+        if not self._delimited:
+            self._tail = (self._tail + data)[-TAIL:]
+        elif self.stream:
+            self._tail = data[-4:] if len(data) >= 4 else (self._tail + data)[-4:]
+        self.write(data)
+
+    def write(self, data: bytes) -> None:
+        """Write a piece of the body, framed."""
+        self.bytes_out += len(data)
+        if self._chunked:
+            self._exchange.client.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self._exchange.client.write(data)
+
+    def whole(self) -> bool:
+        """Whether an answer whose engine ended it is complete.
+
+        Only the end of the connection may delimit it; then its last bytes have to tell a whole generation from one
+        that a dying engine left behind.
+        """
+        return self._delimited or not self._exchange.generation or looks_whole(self._tail, stream=self.stream)
+
+    def end(self) -> None:
+        """The answer is whole."""
+        if self._chunked:
+            self._exchange.client.write(b"0\r\n\r\n")
+
+    def cut(self, message: str, *, code: str, status: int) -> None:
+        """The answer broke off: say so in the stream's own protocol where one has begun, then cut the connection."""
+        exchange = self._exchange
+        if not (self.stream and self.bytes_out):
+            exchange.client.cut(hard=True)
+            return
+        event = routes.error_event(
+            routes.dialect(exchange.head.path),
+            message=message,
+            error_type="BadGatewayError" if status != 503 else "ServiceUnavailableError",
+            code=code,
+            status=status,
+        )
+        self.write(event if ends_event(self._tail) else b"\n\n" + event)
+        exchange.client.cut()
