@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from proxy.core.engine_state import State
 
 if TYPE_CHECKING:
+    from proxy.control.fanout import Shot
     from proxy.data.upstream import Upstream
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.:_~-]+")
@@ -41,8 +42,17 @@ class Engine:
         boot: counts the restarts that the proxy noticed.
         world_size: workers of this server (``GET /get_world_size``).
         weight: share of the load relative to others; the world size unless it is unknown.
-        tainted: an update began and did not end well; its weights may be half old and half new.
-        epoch: the fleet's update count when this engine last held the fleet's weights.
+        tainted: an update began and did not end well, or its weights were wiped.
+        updating: it is inside an update round, so its weights are nobody's.
+        asleep: what ``/sleep`` took away and ``/wake_up`` has not brought back: ``weights``, ``kv_cache``.
+        epoch: number of the last update that it is known to hold (`Fleet.epoch`); -1 after a restart.
+        was_rl: it had the RL routes at some time.
+        by_hand: an operator admitted (True) or fenced (False) it; None: the rules decide.
+        failed_call: the control call that it failed or missed, so that it is looked at again before it is admitted.
+        owed: idempotent control calls that it failed or missed, by path; sent again before it is admitted.
+        busy: control calls that are running there; its engine core may answer nothing else meanwhile.
+        compared: fleet version against which the checksums of this boot were compared, or None.
+        checksums_equal: the result of that.
         failures: failed probes in a row.
         successes: good probes in a row.
         last_error: last probe or passive error, for people.
@@ -64,7 +74,16 @@ class Engine:
     world_size: int | None = None
     weight: float = 1.0
     tainted: bool = False
+    updating: bool = False
+    asleep: frozenset[str] = frozenset()
     epoch: int = 0
+    was_rl: bool = False
+    by_hand: bool | None = None
+    failed_call: str = ""
+    owed: dict[str, Shot] = field(default_factory=dict)
+    busy: int = 0
+    compared: str | None = None
+    checksums_equal: bool | None = None
     failures: int = 0
     successes: int = 0
     last_error: str = ""
@@ -74,7 +93,13 @@ class Engine:
     @property
     def eligible(self) -> bool:
         """Whether a generation request may be sent to it now."""
-        return self.state is State.READY and not self.paused and not self.suspect
+        return (
+            self.state is State.READY
+            and not self.paused
+            and not self.suspect
+            and not self.updating
+            and not self.asleep
+        )
 
     @property
     def alive(self) -> bool:

@@ -25,9 +25,12 @@ class Fleet:
 
     Attributes:
         version: the fleet version: the label of the last update that all engines took; None while unknown.
-        epoch: updates that began since the proxy started; an engine whose epoch is older missed one.
+        epoch: updates that the whole fleet took since the proxy started; an engine whose epoch is older missed one.
         pristine: no weight update has ever been seen and all labels are ``default``.
-        checksums: the checksums recorded for `version`, as JSON-like data, or None.
+        tied: the labels that were tied when the fleet's version was looked for at start; empty otherwise.
+        labels_seen: every label that an engine ever showed, so that an automatic one is never used twice.
+        checksums: the checksums recorded for `version`, by the engines' world size.
+        adapters: LoRA adapters that every engine has: the path and body of the load call, by name.
         clock: seconds, monotonic.
     """
 
@@ -35,7 +38,10 @@ class Fleet:
     version: str | None = None
     epoch: int = 0
     pristine: bool = True
-    checksums: Any = None
+    tied: tuple[str, ...] = ()
+    labels_seen: set[str] = field(default_factory=set)
+    checksums: dict[int | None, Any] = field(default_factory=dict)
+    adapters: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     engines: dict[str, Engine] = field(default_factory=dict)
     eligible: list[Engine] = field(default_factory=list)
     """Engines that may get a generation request now; rebuilt on each change, never edited in place."""

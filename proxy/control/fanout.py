@@ -1,0 +1,173 @@
+"""One control call to many engines at once, each leg with a typed result.
+
+All legs start in the same turn of the loop, because init and update are collectives: an engine that is called late
+keeps every other one waiting. Each leg has a connection of its own and is never re-sent here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from proxy.core.calls import Call
+from proxy.core.failures import Kind
+from proxy.core.merge import Leg, Outcome, outcome_of
+from proxy.data.upstream import FetchError
+from proxy.tasks import spawn
+
+if TYPE_CHECKING:
+    from proxy.fleet.engine import Engine
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+ANSWER_LIMIT = 256 << 20
+"""Bytes of one engine's answer; checksums of a large model are tens of megabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """What one engine is sent.
+
+    Attributes:
+        call: which call.
+        method: HTTP method.
+        target: path and query, to the letter.
+        headers: end-to-end fields.
+        body: None for no body at all.
+        timeout: seconds for the leg, None for no limit.
+    """
+
+    call: Call
+    method: str
+    target: str
+    headers: Headers = ()
+    body: bytes | None = None
+    timeout: float | None = None
+
+    def with_body(self, body: bytes | None) -> Shot:
+        """The same with another body."""
+        return self if body is self.body else replace(self, body=body)
+
+
+Runner = Callable[["Engine", Shot], Awaitable[Leg]]
+
+
+async def fire(engine: Engine, shot: Shot) -> Leg:
+    """One leg: send and wait for the whole answer. Never raises but for cancellation."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    engine.busy += 1
+    try:
+        answer = await engine.upstream.fetch(
+            shot.method,
+            shot.target,
+            headers=shot.headers,
+            body=shot.body,
+            timeout=shot.timeout,
+            limit=ANSWER_LIMIT,
+        )
+    except FetchError as error:
+        seconds = loop.time() - started
+        return Leg(engine.id, _outcome(error), seconds=seconds, detail=error.failure.detail)
+    finally:
+        engine.busy -= 1
+    body = _plain(answer.body, answer.head.get(b"content-encoding"))
+    kind = answer.head.get(b"content-type") or b""
+    return Leg(
+        engine.id,
+        outcome_of(shot.call, answer.status, body),
+        answer.status,
+        body,
+        kind.decode("latin-1"),
+        loop.time() - started,
+    )
+
+
+def _outcome(error: FetchError) -> Outcome:
+    if error.failure.kind is Kind.CONNECT or not error.sent:
+        return Outcome.UNREACHABLE
+    return Outcome.TIMED_OUT if error.failure.kind is Kind.TIMEOUT else Outcome.DIED
+
+
+def _plain(body: bytes, coding: bytes | None) -> bytes:
+    """The body without its content coding, so that it can be merged; as it is if the coding is not what it says."""
+    if coding is None or coding.lower() != b"gzip":
+        return body
+    try:
+        return gzip.decompress(body)
+    except (OSError, EOFError, zlib.error):
+        return body
+
+
+class Fanout:
+    """The legs of one call.
+
+    Args:
+        shots: what each engine is sent, in engine order.
+        runner: how one leg is run.
+    """
+
+    def __init__(self, shots: Sequence[tuple[Engine, Shot]], runner: Runner = fire) -> None:
+        self._shots = list(shots)
+        self._runner = runner
+        self._tasks: list[asyncio.Task[Leg]] = []
+        self._abandoned: asyncio.Event = asyncio.Event()
+        self._started = 0.0
+        self.on_late: Callable[[Engine, Leg], None] | None = None
+        """Called with a leg that ended after nobody waited for it any more."""
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Those that are called."""
+        return [engine for engine, _ in self._shots]
+
+    @property
+    def pending(self) -> list[Engine]:
+        """Those that have not answered."""
+        return [engine for (engine, _), task in zip(self._shots, self._tasks, strict=False) if not task.done()]
+
+    async def run(self) -> list[Leg]:
+        """All legs, in engine order; returns when the last one ended or the call was abandoned."""
+        loop = asyncio.get_running_loop()
+        self._started = loop.time()
+        self._tasks = [
+            spawn(self._leg(engine, shot), name=f"leg {shot.call.path} {engine.id}") for engine, shot in self._shots
+        ]
+        if not self._tasks:
+            return []
+        giving_up = spawn(self._abandoned.wait(), name="abandoned")
+        try:
+            waiting: set[asyncio.Task[object]] = {*self._tasks}  # type: ignore[arg-type]
+            while waiting and not self._abandoned.is_set():
+                done, _ = await asyncio.wait({*waiting, giving_up}, return_when=asyncio.FIRST_COMPLETED)
+                waiting -= done
+        finally:
+            giving_up.cancel()
+        return [self._result(index) for index in range(len(self._tasks))]
+
+    async def _leg(self, engine: Engine, shot: Shot) -> Leg:
+        leg = await self._runner(engine, shot)
+        if self._abandoned.is_set() and self.on_late is not None:
+            self.on_late(engine, leg)
+        return leg
+
+    def _result(self, index: int) -> Leg:
+        task = self._tasks[index]
+        if task.done():
+            return task.result()
+        engine = self._shots[index][0]
+        seconds = asyncio.get_running_loop().time() - self._started
+        return Leg(engine.id, Outcome.ABANDONED, seconds=seconds, detail="given up because /resume came")
+
+    def abandon(self) -> None:
+        """Stop waiting. Legs that run go on to their own limit; what they answer then changes nothing."""
+        self._abandoned.set()
+
+    def cancel(self) -> None:
+        """The proxy stops: end the legs too."""
+        for task in self._tasks:
+            task.cancel()
