@@ -19,7 +19,7 @@ from typing import Any, Final
 RECIPE: Final = "fleetgate-tiny.json"
 """File in the model's directory that says how it was made; the same recipe is not made twice."""
 
-RECIPE_VERSION: Final = 2
+RECIPE_VERSION: Final = 1
 """Raised whenever the same recipe would give other weights or another tokenizer."""
 
 BYTES: Final = 256
@@ -35,6 +35,10 @@ CHAT_TEMPLATE: Final = (
 
 LOGIT_SCALE: Final = 4.0
 """Standard deviation of the logits: far enough apart that the greedy choice seldom hangs on the last bit."""
+
+ATTENTION_GAIN: Final = 2.0
+"""Factor on query and key weights. Sharper attention makes each token depend on the whole context; without it greedy
+output soon repeats one token, which would prove little about the weights that produced it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,8 @@ def tiny_weights(shapes: Sequence[tuple[str, tuple[int, ...]]], seed: int) -> di
             value = noise * (LOGIT_SCALE / shape[-1] ** 0.5)
             value[BYTES:] = 0.0
         else:
-            value = noise / shape[-1] ** 0.5
+            gain = ATTENTION_GAIN if "q_proj" in name or "k_proj" in name else 1.0
+            value = noise * (gain / shape[-1] ** 0.5)
         found[name] = value.to(torch.bfloat16)
     return found
 
