@@ -94,11 +94,7 @@ class Engine:
     def eligible(self) -> bool:
         """Whether a generation request may be sent to it now."""
         return (
-            self.state is State.READY
-            and not self.paused
-            and not self.suspect
-            and not self.updating
-            and not self.asleep
+            self.state is State.READY and not self.paused and not self.suspect and not self.updating and not self.asleep
         )
 
     @property
