@@ -61,6 +61,7 @@ async def fire(engine: Engine, shot: Shot) -> Leg:
     loop = asyncio.get_running_loop()
     started = loop.time()
     engine.busy += 1
+    engine.calls += 1
     try:
         answer = await engine.upstream.fetch(
             shot.method,

@@ -10,8 +10,8 @@ they are asked. An engine leaves the fence only
    process never restarted and no update was half done,
 5. because its checksums equal those recorded for the fleet's version.
 
-A whole successful round sets ``epoch`` to the fleet's and clears ``tainted``, so it arrives here as rule 4. Nothing that
-arrives late can do that: the shell compares the boot number and the round before it writes a fact.
+A whole successful round sets ``epoch`` to the fleet's and clears ``tainted``, so it arrives here as rule 4. Nothing
+that arrives late can do that: the shell compares the boot number and the round before it writes a fact.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _compare(facts: Facts) -> Verdict:
     if facts.tie or facts.fleet_version is None:
         return Verdict(
             Decision.FENCE,
-            f"holds {facts.version!r}, and the engines' labels are tied; run a weight sync, or admit one engine by hand",
+            f"holds {facts.version!r}, but the engines' labels are tied; run a weight sync, or admit one by hand",
         )
     if facts.checksums_equal:
         return Verdict(Decision.ADMIT, f"its checksums are those of {facts.fleet_version!r}")

@@ -25,7 +25,7 @@ class Kind(StrEnum):
     LORA_LOAD = "lora_load"
     LORA_UNLOAD = "lora_unload"
     CUSTOM = "custom"
-    """A path of the setting ``fanout_paths``: may do anything, so it is treated like a weight update."""
+    """A path of the setting ``fanout_paths`` that does not change weights."""
     RPC = "rpc"
     CHECK = "check"
     ABORT = "abort"
@@ -71,6 +71,7 @@ class Call:
         merge: how answers are merged.
         limit: which setting limits one leg.
         rank_field: dotted name of the body field that holds an engine's first rank, or None.
+        one_shot: a weight update that is whole by itself, without start and finish.
     """
 
     path: str
@@ -79,6 +80,7 @@ class Call:
     merge: Merge = Merge.SAME
     limit: Limit = Limit.OTHER
     rank_field: str | None = None
+    one_shot: bool = False
 
     @property
     def name(self) -> str:
@@ -161,9 +163,11 @@ OWN_PREFIXES: tuple[str, ...] = ("/fleet/",)
 def custom(path: str, rank_field: str | None, *, method: str = "") -> Call:
     """The call behind a path of the setting ``fanout_paths``.
 
-    A path with a rank field builds a transfer group, so it is an init. Adapter paths keep their rule. A GET reads.
+    A path with a rank field builds a transfer group, so it is an init. Adapter paths keep their rule. A GET reads. A
+    path that speaks of weights changes them (``/areal_update_weights``, ``/fetch_weights``), unless it only prepares
+    (``/areal_set_update_weight_meta``, ``/areal_init_weights_update_group``).
     """
-    last = path.rstrip("/").rpartition("/")[2]
+    last = path.rstrip("/").rpartition("/")[2].lower()
     if last == "load_lora_adapter":
         return Call(path, "POST", Kind.LORA_LOAD, limit=Limit.PAUSE)
     if last == "unload_lora_adapter":
@@ -172,4 +176,6 @@ def custom(path: str, rank_field: str | None, *, method: str = "") -> Call:
         return Call(path, "", Kind.INIT, limit=Limit.TRANSFER, rank_field=rank_field)
     if method in ("GET", "HEAD"):
         return Call(path, "", Kind.READ)
+    if "weight" in last and not any(word in last for word in ("init", "meta", "group", "info", "version", "check")):
+        return Call(path, "", Kind.UPDATE, limit=Limit.TRANSFER, one_shot=True)
     return Call(path, "", Kind.CUSTOM, limit=Limit.TRANSFER)

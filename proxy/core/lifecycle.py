@@ -14,8 +14,8 @@ Two things are tracked apart, because trainers mix them freely (TRL's server mod
       | update without start     |
       +--> OPEN (see below)      +--- start ---> OPEN
 
-A native update that succeeds without a start seen by this proxy means that the start was before the proxy's own restart:
-the round is entered half-way, and finish ends it as usual.
+A native update that succeeds without a start seen by this proxy means that the start was before the proxy's own
+restart: the round is entered half-way, and finish ends it as usual.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Is a path a control path, a data path, or a control path in disguise?
 
-The question is settled on the bytes of the request target. A control path counts only in its plain spelling (a trailing
-slash is tolerated, because TRL and SkyRL send one). Anything that some server could *read* as a control path although it
-is not spelled like one is refused: percent-encoding (once or many times over), dot segments, empty segments, backslashes,
-path parameters, and the line end that ``$`` of a route pattern tolerates (Starlette takes ``/pause%0a`` for ``/pause``).
-Otherwise a client of the data plane could pause one engine behind the proxy's back.
+The question is settled on the bytes of the request target. A control path counts only in its plain spelling (a
+trailing slash is tolerated, because TRL and SkyRL send one). Anything that some server could *read* as a control path
+although it is not spelled like one is refused: percent-encoding (once or many times over), dot segments, empty
+segments, backslashes, path parameters, and the line end that ``$`` of a route pattern tolerates (Starlette takes
+``/pause%0a`` for ``/pause``). Otherwise a client of the data plane could pause one engine behind the proxy's back.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A trainer knows one URL, so it sends one ``rank_offset`` for all workers behind it. A worker's rank is
 ``rank_offset + data_parallel_index * (TP * PP) + local rank`` (vllm/distributed/weight_transfer), so each engine needs
-its own offset: the one that the trainer sent, plus the world sizes of the engines before it. The trainer's number is the
-base, whatever it is: vLLM, TRL and SkyRL send 1, prime-rl's ``/init_broadcaster`` counts from 0.
+its own offset: the one that the trainer sent, plus the world sizes of the engines before it. The trainer's number is
+the base, whatever it is: vLLM, TRL and SkyRL send 1, prime-rl's ``/init_broadcaster`` counts from 0.
 
 Everything else of the body goes on byte for byte.
 """
@@ -48,14 +48,14 @@ def _at(data: Any, dotted: str) -> Any:
     return data
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _int(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def needs_sizes(body: bytes | None, rank_field: str | None) -> bool:
     """Whether the body of an init or update cannot be sent without knowing every engine's world size."""
     data = parse(body)
-    if rank_field is not None and _is_int(_at(data, rank_field)):
+    if rank_field is not None and _int(_at(data, rank_field)) is not None:
         return True
     return isinstance(data, dict) and isinstance(data.get("update_info"), list)
 
@@ -97,16 +97,14 @@ def plan_init(body: bytes | None, rank_field: str | None, sizes: Sequence[int]) 
             f"nccl_m2n describes one destination mesh and cannot be split over {count} engines; "
             "use the nccl or sharded_rdt backend, or one engine"
         )
-    base = _at(data, rank_field) if rank_field is not None else None
-    base = base if _is_int(base) else None
-    world = info.get("world_size")
-    world = world if _is_int(world) else None
+    base = _int(_at(data, rank_field)) if rank_field is not None else None
+    world = _int(info.get("world_size"))
     if base is not None and world is not None and any(info.get(key) is not None for key in _RENDEZVOUS):
         need = base + sum(sizes)
         if world < need:
             raise Conflict(
-                f"world_size is {world}, but rank_offset {base} and {sum(sizes)} workers of {count} engines need {need}: "
-                f"ask GET /get_world_size and init with world_size {need}"
+                f"world_size is {world}, but rank_offset {base} and the {sum(sizes)} workers of {count} engines "
+                f"need {need}: ask GET /get_world_size and init with world_size {need}"
             )
     if count == 1 or body is None:
         return InitPlan([body] * count, base, [base] if base is not None else [], world)
@@ -127,8 +125,8 @@ def _stamp_replica(body: bytes | None, info: dict[str, Any], index: int, count: 
     assert body is not None
     if info.get("num_replicas") in (None, 1):
         body = jsonspan.replace(body, "init_info.num_replicas", str(count).encode())
-    first = info.get("replica_rank")
-    rank = (first if _is_int(first) else 0) + index
+    first = _int(info.get("replica_rank"))
+    rank = (first or 0) + index
     if rank == first:
         return body
     return jsonspan.replace(body, "init_info.replica_rank", str(rank).encode())
@@ -166,6 +164,6 @@ def plan_update(body: bytes | None, sizes: Sequence[int]) -> list[bytes | None]:
 
 
 def is_native_update(body: bytes | None) -> bool:
-    """Whether the update belongs to vLLM's start, update, finish; others (prime-rl's ``weight_dir``) are whole alone."""
+    """Whether the update belongs to vLLM's start, update, finish; prime-rl's ``weight_dir`` is whole alone."""
     data = parse(body)
     return not isinstance(data, dict) or "update_info" in data

@@ -400,7 +400,7 @@ class Upstream:
         """Called when a connection died under a running exchange: the engine's process may be gone."""
         self._idle: deque[Connection] = deque()
         self._sweep: asyncio.TimerHandle | None = None
-        self._ssl = (ssl_context or ssl.create_default_context()) if parts.scheme == "https" else None
+        self.ssl_context = (ssl_context or ssl.create_default_context()) if parts.scheme == "https" else None
 
     def __repr__(self) -> str:
         return f"<Upstream {self.url} open={len(self.connections)} idle={len(self._idle)}>"
@@ -458,7 +458,7 @@ class Upstream:
         try:
             async with asyncio.timeout(self.connect_timeout):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self), self.host, self.port, ssl=self._ssl
+                    lambda: Connection(self), self.host, self.port, ssl=self.ssl_context
                 )
         except TimeoutError:
             detail = f"no connection to {self.url} within {self.connect_timeout:g} s"

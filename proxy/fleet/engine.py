@@ -35,6 +35,7 @@ class Engine:
         since: loop time of the last move (seconds).
         inflight: requests that hold a slot.
         paused: generation is paused there although the gate of the proxy is open.
+        reported_paused: what ``/is_paused`` said when its identity was last checked, or None.
         suspect: its process may have been replaced; nothing is sent until its identity is checked.
         plain: has no RL routes (dev mode off, or another server); no version checks.
         version: label as last read from ``/weight_info``; None before the first look or if plain.
@@ -51,6 +52,8 @@ class Engine:
         failed_call: the control call that it failed or missed, so that it is looked at again before it is admitted.
         owed: idempotent control calls that it failed or missed, by path; sent again before it is admitted.
         busy: control calls that are running there; its engine core may answer nothing else meanwhile.
+        calls: control calls that were ever sent to it: what was read before one is not news after it.
+        probed_at: loop time of the last good probe.
         compared: fleet version against which the checksums of this boot were compared, or None.
         checksums_equal: the result of that.
         failures: failed probes in a row.
@@ -66,6 +69,7 @@ class Engine:
     since: float = 0.0
     inflight: int = 0
     paused: bool = False
+    reported_paused: bool | None = None
     suspect: bool = True
     plain: bool = False
     version: str | None = None
@@ -82,6 +86,8 @@ class Engine:
     failed_call: str = ""
     owed: dict[str, Shot] = field(default_factory=dict)
     busy: int = 0
+    calls: int = 0
+    probed_at: float = 0.0
     compared: str | None = None
     checksums_equal: bool | None = None
     failures: int = 0

@@ -6,7 +6,8 @@ import asyncio
 import ssl
 from collections.abc import Callable
 
-from proxy.data.upstream import Answer, Connection, FetchError, Upstream
+from proxy.core.failures import Failure, Kind
+from proxy.data.upstream import Answer, ConnectFailedError, Connection, FetchError, Upstream
 
 KEPT_LONG_ENOUGH = 4.5
 """Seconds of idling after which a server may close a connection in good order: uvicorn does after 5."""
@@ -79,14 +80,20 @@ class Sentinel(Upstream):
         connection.reused = connection is self._kept
         try:
             return await self.fetch("GET", target, timeout=timeout, connection=connection)
+        except FetchError:
+            if connection is self._kept:
+                self._kept = None
+            raise
         finally:
-            if connection is not self._kept and not connection.closed:
+            if connection is not self._kept:
                 connection.abort()
 
-    async def _open(self, timeout: float) -> Connection:
-        from proxy.core.failures import Failure, Kind  # noqa: PLC0415
-        from proxy.data.upstream import ConnectFailedError  # noqa: PLC0415
+    @property
+    def kept(self) -> bool:
+        """Whether a connection is open that would tell of the process's end."""
+        return self._kept is not None
 
+    async def _open(self, timeout: float) -> Connection:
         try:
             async with asyncio.timeout(timeout):
                 return await self.connect()

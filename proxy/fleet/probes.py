@@ -1,0 +1,427 @@
+"""Looks after the engines: who lives, whose process was replaced, who is paused behind the proxy's back.
+
+One task per engine probes ``/health`` and ``/weight_info`` on one kept connection (`proxy.fleet.sentinel`). The end of
+that connection, of a busy one, or a word from the data plane makes the engine *suspect* at once: it gets nothing until
+its identity has been checked on new connections. So the window in which a restarted engine could be taken for the old
+one is a turn of the loop, not a probe interval.
+
+``/health`` decides alone whether an engine lives: ``/weight_info`` and ``/is_paused`` go through vLLM's engine core and
+hang while an update runs, ``/health`` does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import orjson
+
+from proxy.config import Settings
+from proxy.core.admission import UNKNOWN_EPOCH
+from proxy.core.engine_state import Event, State
+from proxy.core.failures import Kind
+from proxy.core.identity import Look, restarted, start_time
+from proxy.data.upstream import Answer, FetchError
+from proxy.fleet.engine import Engine
+from proxy.fleet.registry import Fleet
+from proxy.fleet.sentinel import Sentinel
+from proxy.tasks import spawn
+
+_log = logging.getLogger("fleetgate.probes")
+
+QUICK_INTERVAL = 0.5
+"""Seconds between two looks at an engine about which there is doubt: soon enough to matter, too rare to hurt."""
+
+FLOW_WINDOW = 5.0
+"""Seconds for which an answer byte proves an engine alive although its probes time out (its API process is busy)."""
+
+
+@dataclass(eq=False, slots=True)
+class _Watched:
+    """What the prober keeps for one engine."""
+
+    engine: Engine
+    sentinel: Sentinel
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    check: asyncio.Task[bool] | None = None
+    paused: asyncio.Task[None] | None = None
+    refused: bool = False
+    broken: bool = False
+    looked: bool = False
+
+
+class Prober:
+    """Probes every engine and keeps what they said in `Engine`.
+
+    Args:
+        settings: intervals and limits.
+        fleet: whose states it moves to ``down`` and from there to ``fenced``.
+        on_look: called after every look that an engine answered; decides about its admission.
+    """
+
+    def __init__(self, settings: Settings, fleet: Fleet, on_look: Callable[[Engine], None]) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._on_look = on_look
+        self._watched: dict[Engine, _Watched] = {}
+        self.on_restart: Callable[[Engine], None] | None = None
+        """Called when an engine's process was replaced."""
+
+    def __repr__(self) -> str:
+        return f"<Prober engines={len(self._watched)}>"
+
+    # Which engines
+
+    def watch(self, engine: Engine) -> None:
+        """Begin to look after an engine; its first look starts now."""
+        watched = self._add(engine)
+        watched.task = spawn(self._loop(watched), name=f"probe {engine.id}")
+
+    def _add(self, engine: Engine) -> _Watched:
+        def ended() -> None:
+            self.suspect(engine, "its idle connection ended")
+
+        def lost() -> None:
+            self.suspect(engine, "a connection died under a request")
+
+        sentinel = Sentinel(
+            engine.url, ended, connect_timeout=self._settings.connect_timeout, ssl_context=engine.upstream.ssl_context
+        )
+        watched = self._watched[engine] = _Watched(engine, sentinel)
+        engine.upstream.on_lost = lost
+        return watched
+
+    async def forget(self, engine: Engine) -> None:
+        """Look after it no more."""
+        watched = self._watched.pop(engine, None)
+        if watched is None:
+            return
+        engine.upstream.on_lost = None
+        for task in (watched.task, watched.check, watched.paused):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        watched.sentinel.close()
+
+    async def stop(self) -> None:
+        """Look after nobody any more."""
+        for engine in list(self._watched):
+            await self.forget(engine)
+
+    # What others ask
+
+    def suspect(self, engine: Engine, why: str) -> None:
+        """Its process may be gone or replaced: it gets nothing until it has been looked at, which happens now."""
+        watched = self._watched.get(engine)
+        if watched is None:
+            return
+        watched.broken = True
+        watched.wake.set()
+        if engine.suspect or engine.state is State.DOWN:
+            return
+        engine.suspect = True
+        engine.last_error = why
+        self._fleet.refresh()
+        self._fleet.emit("engine_suspect", engine=engine.id, why=why)
+
+    def nudge(self, engine: Engine) -> None:
+        """Look at it now rather than at the next interval."""
+        watched = self._watched.get(engine)
+        if watched is not None:
+            watched.wake.set()
+
+    async def is_dead(self, engine: Engine) -> bool:
+        """A quick look whether it still serves: used after it answered a 500."""
+        try:
+            answer = await engine.upstream.fetch("GET", "/health", timeout=self._settings.probe_timeout)
+        except FetchError:
+            self.suspect(engine, "it does not answer /health")
+            return True
+        if answer.status == 200:
+            return False
+        self.suspect(engine, f"/health answers {answer.status}")
+        return True
+
+    async def is_paused(self, engine: Engine) -> bool:
+        """A quick look whether generation is paused there; no answer counts as no."""
+        answer = await self._get(engine, "/is_paused")
+        return _paused(answer) is True
+
+    def watch_paused(self, engine: Engine) -> None:
+        """Somebody else paused it: keep it out of rotation until it says otherwise."""
+        watched = self._watched.get(engine)
+        if watched is None or watched.paused is not None:
+            return
+        self._set_paused(engine, paused=True)
+        watched.paused = spawn(self._until_resumed(watched), name=f"watch pause {engine.id}")
+
+    async def fresh(self, engine: Engine) -> bool:
+        """Whether it answers ``/health`` right now and is the process it was: asked before a collective begins."""
+        watched = self._watched.get(engine)
+        if watched is None or not engine.alive:
+            return False
+        if engine.suspect:
+            return await self.identify(engine) and engine.alive
+        try:
+            answer = await watched.sentinel.ask("/health", timeout=self._settings.probe_timeout)
+        except FetchError as error:
+            if error.failure.kind is Kind.TIMEOUT:
+                self._failed(watched, error.failure.detail)
+                return False
+            self.suspect(engine, error.failure.detail)
+            return await self.identify(engine) and engine.alive
+        if answer.status != 200:
+            self._failed(watched, f"/health answers {answer.status}")
+            return False
+        self._good(engine)
+        return True
+
+    async def identify(self, engine: Engine) -> bool:
+        """Find out on new connections whether it lives and which process it is; callers share one look.
+
+        Returns:
+            Whether it lives and its identity is known: it is not suspect any more.
+        """
+        watched = self._watched.get(engine)
+        if watched is None:
+            return False
+        if watched.check is None or watched.check.done():
+            watched.check = spawn(self._identify(watched), name=f"identify {engine.id}")
+        return await asyncio.shield(watched.check)
+
+    # The loop
+
+    async def _loop(self, watched: _Watched) -> None:
+        engine = watched.engine
+        while True:
+            watched.wake.clear()
+            try:
+                await self._tick(watched)
+            except Exception:
+                # A bug in one look must not end the looks at this engine for good.
+                _log.exception("probe of %s failed", engine.id)
+            doubt = engine.suspect or engine.failures or engine.state is State.DOWN
+            interval = self._settings.probe_interval
+            delay = min(interval, QUICK_INTERVAL) if doubt else interval
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay * random.uniform(0.9, 1.1)):
+                    await watched.wake.wait()
+
+    async def _tick(self, watched: _Watched) -> None:
+        engine = watched.engine
+        if engine.suspect or not engine.alive:
+            await self.identify(engine)
+            return
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            answer = await watched.sentinel.ask("/health", timeout=self._settings.probe_timeout)
+        except FetchError as error:
+            if error.failure.kind is Kind.TIMEOUT:
+                self._failed(watched, error.failure.detail)
+            else:
+                self.suspect(engine, error.failure.detail)
+                await self.identify(engine)
+            return
+        if answer.status != 200:
+            self._failed(watched, f"/health answers {answer.status}")
+            return
+        self._good(engine)
+        self._fleet.emit("probe", engine=engine.id, ok=True, seconds=loop.time() - started, error="")
+        if not engine.plain and not engine.busy:
+            await self._read_version(watched)
+        if not engine.suspect:
+            self._on_look(engine)
+
+    async def _read_version(self, watched: _Watched) -> None:
+        engine = watched.engine
+        calls = engine.calls
+        try:
+            answer = await watched.sentinel.ask("/weight_info", timeout=self._settings.probe_timeout)
+        except FetchError as error:
+            if error.failure.kind is not Kind.TIMEOUT:
+                self.suspect(engine, error.failure.detail)
+            return
+        if engine.calls != calls or engine.busy:
+            return
+        version = _version(answer)
+        if answer.status in (404, 405) or (version == "default" and engine.version not in (None, "default")):
+            self.suspect(engine, "its weight version went back to the default")
+            return
+        if version is not None:
+            self.set_version(engine, version)
+
+    def set_version(self, engine: Engine, version: str) -> None:
+        """Remember the label an engine showed or took."""
+        self._fleet.labels_seen.add(version)
+        if version != engine.version:
+            before, engine.version = engine.version, version
+            self._fleet.emit("engine_version", engine=engine.id, version=version, before=before)
+
+    def _good(self, engine: Engine) -> None:
+        engine.failures = 0
+        engine.successes += 1
+        engine.probed_at = asyncio.get_running_loop().time()
+
+    def _failed(self, watched: _Watched, why: str, *, refused: bool = False) -> None:
+        engine = watched.engine
+        engine.failures += 1
+        engine.successes = 0
+        engine.last_error = why
+        self._fleet.emit("probe", engine=engine.id, ok=False, seconds=0.0, error=why)
+        if not refused:
+            flowing = asyncio.get_running_loop().time() - engine.last_byte < FLOW_WINDOW and engine.last_byte > 0
+            if engine.failures < self._settings.probe_fall or flowing:
+                return
+        watched.sentinel.drop()
+        if engine.state is not State.DOWN:
+            engine.upstream.drop_idle()
+            self._fleet.apply(engine, Event.LOST, why)
+
+    # Identity
+
+    async def _identify(self, watched: _Watched) -> bool:
+        engine = watched.engine
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        calls = engine.calls
+        watched.broken, broken = False, watched.broken
+        try:
+            health, weight, paused, metrics, size = await asyncio.gather(
+                engine.upstream.fetch("GET", "/health", timeout=self._settings.probe_timeout),
+                self._get(engine, "/weight_info"),
+                self._get(engine, "/is_paused"),
+                self._get(engine, "/metrics"),
+                self._get(engine, "/get_world_size"),
+            )
+        except FetchError as error:
+            watched.broken = watched.broken or broken
+            refused = error.failure.kind is Kind.CONNECT
+            watched.refused = watched.refused or (refused and engine.state is not State.STARTING)
+            self._failed(watched, error.failure.detail, refused=refused)
+            return False
+        if health.status != 200:
+            watched.broken = watched.broken or broken
+            self._failed(watched, f"/health answers {health.status}")
+            return False
+        quiet = engine.calls == calls and not engine.busy
+        now = Look(
+            version=_version(weight) if quiet else None,
+            plain=None if weight is None else weight.status in (404, 405),
+            paused=_paused(paused) if quiet else None,
+            start_time=start_time(metrics.body) if metrics is not None and metrics.status == 200 else None,
+            world_size=_world_size(size),
+        )
+        before = Look(engine.version, engine.plain if watched.looked else None, None, engine.start_time)
+        same_process = before.start_time is not None and now.start_time is not None
+        known = now.version is not None or now.plain is True or (same_process and engine.version is not None)
+        if not known or (before.start_time is not None and metrics is None):
+            # It lives, but nothing says which process it is: look again soon.
+            watched.broken = watched.broken or broken
+            engine.last_error = "it answers /health, but neither its version nor its start time"
+            return False
+        why = restarted(before, now, refused=watched.refused, broken=broken) if watched.looked else None
+        self._identified(watched, now, why)
+        self._fleet.emit("engine_checked", engine=engine.id, seconds=loop.time() - started, ok=True)
+        return not engine.suspect
+
+    def _identified(self, watched: _Watched, now: Look, why: str | None) -> None:
+        engine = watched.engine
+        if why is not None:
+            self._reset(engine, why)
+        watched.looked = True
+        watched.refused = False
+        engine.start_time = now.start_time if now.start_time is not None else engine.start_time
+        engine.world_size = now.world_size if now.world_size is not None else engine.world_size
+        engine.weight = float(engine.world_size or 1)
+        if now.plain is not None:
+            engine.plain = now.plain
+            engine.was_rl = engine.was_rl or not now.plain
+        if now.version is not None:
+            self.set_version(engine, now.version)
+        self._good(engine)
+        if not watched.broken:
+            engine.suspect = False
+        if now.paused is not None and not now.paused:
+            self._set_paused(engine, paused=False)
+        engine.reported_paused = now.paused if now.paused is not None else engine.reported_paused
+        if engine.state in (State.STARTING, State.DOWN):
+            self._fleet.apply(engine, Event.CAME, "it answers")
+        elif why is not None:
+            self._fleet.apply(engine, Event.FENCE, why)
+        self._fleet.refresh()
+        self._on_look(engine)
+
+    def _reset(self, engine: Engine, why: str) -> None:
+        """Another process: nothing that was known of its weights holds."""
+        engine.boot += 1
+        engine.epoch = UNKNOWN_EPOCH
+        engine.tainted = engine.updating = engine.paused = False
+        engine.asleep = frozenset()
+        engine.by_hand = None if engine.by_hand else engine.by_hand
+        engine.owed.clear()
+        engine.adapters.clear()
+        engine.failed_call = ""
+        engine.world_size = engine.start_time = engine.compared = engine.checksums_equal = None
+        engine.upstream.drop_idle()
+        self._fleet.emit("engine_restarted", engine=engine.id, boot=engine.boot, why=why)
+        _log.warning("engine %s restarted: %s", engine.id, why)
+        if self.on_restart is not None:
+            self.on_restart(engine)
+
+    async def _get(self, engine: Engine, target: str) -> Answer | None:
+        try:
+            return await engine.upstream.fetch("GET", target, timeout=self._settings.probe_timeout)
+        except FetchError:
+            return None
+
+    # Pauses of others
+
+    def _set_paused(self, engine: Engine, *, paused: bool) -> None:
+        if engine.paused == paused:
+            return
+        engine.paused = paused
+        self._fleet.emit("engine_paused", engine=engine.id, paused=paused)
+        self._fleet.refresh()
+
+    async def _until_resumed(self, watched: _Watched) -> None:
+        engine = watched.engine
+        try:
+            while engine.alive and engine.paused:
+                await asyncio.sleep(self._settings.pause_watch_interval)
+                if _paused(await self._get(engine, "/is_paused")) is False:
+                    break
+        finally:
+            watched.paused = None
+            self._set_paused(engine, paused=False)
+
+
+def _json(answer: Answer | None) -> dict[str, object]:
+    if answer is None or answer.status != 200:
+        return {}
+    try:
+        data = orjson.loads(answer.body)
+    except orjson.JSONDecodeError:
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _version(answer: Answer | None) -> str | None:
+    version = _json(answer).get("weight_version")
+    return None if version is None else str(version)
+
+
+def _paused(answer: Answer | None) -> bool | None:
+    paused = _json(answer).get("is_paused")
+    return paused if isinstance(paused, bool) else None
+
+
+def _world_size(answer: Answer | None) -> int | None:
+    size = _json(answer).get("world_size")
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
