@@ -64,7 +64,7 @@ def read_messages(body: parsing.Body) -> list[Mapping[str, Any]]:
 
     """
     if "messages" not in body:
-        raise missing("messages")
+        raise missing("messages", body)
     messages = body["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         problem = {
@@ -146,6 +146,10 @@ class _Answer:
         for delta in deltas:
             await stream.event(self._chunk(delta), tokens=len(delta.tokens))
 
+    def _running_usage(self, completion_tokens: int) -> dict[str, Any]:
+        counts = serving.usage(len(self._prompt), completion_tokens, details=False)
+        return {**counts, "completion_tokens_details": None}
+
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "chat.completion.chunk", "created": self._created, "model": self._model}
 
@@ -160,7 +164,7 @@ class _Answer:
             }
         ]
         if self._continuous:
-            chunk["usage"] = serving.usage(len(self._prompt), 0, details=False)
+            chunk["usage"] = self._running_usage(0)
         chunk["prompt_token_ids"] = self._prompt if self._token_ids else None
         chunk["prompt_text"] = None
         return chunk
@@ -183,7 +187,7 @@ class _Answer:
         chunk["choices"] = [choice]
         self._counts[delta.index] += len(delta.tokens)
         if self._continuous:
-            chunk["usage"] = serving.usage(len(self._prompt), self._counts[delta.index], details=False)
+            chunk["usage"] = self._running_usage(self._counts[delta.index])
         if delta.finish_reason is not None and not self.include_usage:
             chunk["system_fingerprint"] = serving.FINGERPRINT
         chunk["kv_transfer_params"] = None

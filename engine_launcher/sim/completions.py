@@ -55,14 +55,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
 def _prompts(body: parsing.Body) -> list[list[int]]:
     prompt = body.get("prompt")
     if prompt is None or prompt in ("", []):
-        message = "Either prompt or prompt_embeds must be provided and non-empty."
-        problem = {
-            "type": "value_error",
-            "loc": "body",
-            "msg": f"Value error, {message} (parameter=prompt)",
-            "input": f"<dict of {len(body)} items>",
-        }
-        raise ValidationError(problem, param="prompt")
+        raise BadRequestError(
+            "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)", "prompt"
+        )
     if isinstance(prompt, str):
         return [tokenizer.encode(prompt)]
     if isinstance(prompt, list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from engine_launcher.sim.errors import (
     WireError,
     WorkerFailedError,
     missing,
+    summary,
 )
 from engine_launcher.sim.replies import error_reply, json_reply
 from engine_launcher.sim.scheduler import PAUSE_MODES, PauseMode
@@ -99,7 +101,12 @@ async def init_weight_transfer(request: web.Request) -> web.Response:
     info = await _field(request, "init_info")
     if not isinstance(info, dict):
         raise ValidationError(
-            {"type": "dict_type", "loc": "body.init_info", "msg": "Input should be a valid dictionary", "input": info}
+            {
+                "type": "dict_type",
+                "loc": "body.init_info",
+                "msg": "Input should be a valid dictionary",
+                "input": summary(info),
+            }
         )
     engine = engine_of(request)
     await engine.core.collective(lambda: engine.transfer.init(info))
@@ -140,7 +147,12 @@ async def update_weights(request: web.Request) -> web.Response:
                 "msg": "Input should be a valid dictionary",
                 "input": info,
             },
-            {"type": "list_type", "loc": "body.update_info", "msg": "Input should be a valid list", "input": info},
+            {
+                "type": "list_type",
+                "loc": "body.update_info",
+                "msg": "Input should be a valid list",
+                "input": summary(info),
+            },
         )
     engine = engine_of(request)
 
@@ -167,7 +179,7 @@ async def finish_weight_update(request: web.Request) -> web.Response:
 
 def _not_a_string(name: str, given: Any) -> ValidationError:
     return ValidationError(
-        {"type": "string_type", "loc": f"body.{name}", "msg": "Input should be a valid string", "input": given}
+        {"type": "string_type", "loc": f"body.{name}", "msg": "Input should be a valid string", "input": summary(given)}
     )
 
 
@@ -231,8 +243,8 @@ async def get_world_size(request: web.Request) -> web.Response:
 async def collective_rpc(request: web.Request) -> web.Response:
     """``POST /collective_rpc``: the few worker methods that a simulated worker has."""
     try:
-        body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
+        body = json.loads(await request.read())
+    except json.JSONDecodeError as error:
         raise HttpError(400, f"JSON decode error: {error}") from error
     if not isinstance(body, dict):
         raise HttpError(400, "Request body must be a JSON object")
@@ -319,7 +331,7 @@ async def plain_ok(request: web.Request) -> web.Response:
 async def _adapter_body(request: web.Request) -> parsing.Body:
     body = await parsing.json_body(request)
     if "lora_name" not in body:
-        raise missing("lora_name")
+        raise missing("lora_name", body)
     return body
 
 
@@ -327,7 +339,7 @@ async def load_lora(request: web.Request) -> web.Response:
     """``POST /v1/load_lora_adapter``: plain text, unlike every other answer."""
     body = await _adapter_body(request)
     if "lora_path" not in body:
-        raise missing("lora_path")
+        raise missing("lora_path", body)
     name, path = body["lora_name"], body["lora_path"]
     engine = engine_of(request)
     if not name or not path:

@@ -122,9 +122,18 @@ def error_payload(status: int, message: str, type_: str, param: str | None = Non
     return {"error": {"message": message, "type": type_, "param": param, "code": status}}
 
 
-def missing(field: str) -> ValidationError:
-    """Return the error for a body without ``field``."""
-    return ValidationError({"type": "missing", "loc": f"body.{field}", "msg": "Field required", "input": None})
+def summary(value: Any) -> Any:
+    """Return how a validation error shows a value: containers by their size, the rest as text."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, dict)):
+        return f"<{type(value).__name__} of {len(value)} items>"
+    return str(value)
+
+
+def missing(field: str, body: Any = None) -> ValidationError:
+    """Return the error for a body without ``field``; ``body`` is what was sent, where vLLM says so."""
+    return ValidationError({"type": "missing", "loc": f"body.{field}", "msg": "Field required", "input": summary(body)})
 
 
 def dumps(value: Any) -> bytes:

@@ -23,7 +23,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     prompt = _prompt(body)
     params = body.get("sampling_params")
     if not isinstance(params, dict):
-        raise missing("sampling_params")
+        raise missing("sampling_params", body)
     name, tag = serving.resolve_model(engine, body)
     logprobs = parsing.integer(params, "logprobs", None)
     sampling = parsing.sampling(
@@ -69,7 +69,7 @@ async def abort(request: web.Request) -> web.StreamResponse:
 
 def _prompt(body: parsing.Body) -> list[int]:
     if "token_ids" not in body:
-        raise missing("token_ids")
+        raise missing("token_ids", body)
     tokens = body["token_ids"]
     if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
         problem = {

@@ -29,7 +29,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     body = await parsing.json_body(request)
     for field in ("model", "messages", "max_tokens"):
         if field not in body:
-            raise missing(field)
+            raise missing(field, body)
     prompt = _prompt(body)
     generation = Generation(stream=bool(body.get("stream")))
     try:
@@ -66,7 +66,8 @@ async def count_tokens(request: web.Request) -> web.Response:
         serving.resolve_model(serving.engine_of(request), body)
     except WireError as error:
         return json_reply(error.anthropic(), error.status)
-    return json_reply({"input_tokens": len(_prompt(body))})
+    count = len(_prompt(body))
+    return json_reply({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
 
 def _stop_reason(finish_reason: str | None, stop_reason: int | str | None) -> str:
@@ -127,9 +128,9 @@ class _Writer:
                 continue
             if not self._block:
                 self._block = True
-                start = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+                start = {"type": "content_block_start", "content_block": {"type": "text", "text": ""}, "index": 0}
                 await self._event(start)
-            part = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": delta.text}}
+            part = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": delta.text}, "index": 0}
             await self._event(part, tokens=len(delta.tokens))
 
     async def finish(self, generation: Generation) -> None:
@@ -139,7 +140,10 @@ class _Writer:
         if self._block:
             await self._event({"type": "content_block_stop", "index": 0})
         last = self._last
-        delta: dict[str, Any] = {"stop_reason": _stop_reason(last.finish_reason, last.stop_reason) if last else None}
+        delta: dict[str, Any] = {
+            "stop_reason": _stop_reason(last.finish_reason, last.stop_reason) if last else None,
+            "stop_sequence": last.stop_reason if last and isinstance(last.stop_reason, str) else None,
+        }
         counts = {"input_tokens": generation.prompt_tokens, "output_tokens": generation.completion_tokens}
         await self._event({"type": "message_delta", "delta": delta, "usage": counts})
         await self._event({"type": "message_stop"})

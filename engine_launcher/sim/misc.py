@@ -115,7 +115,7 @@ async def tokenize(request: web.Request) -> web.Response:
     elif isinstance(body.get("prompt"), str):
         text = body["prompt"]
     else:
-        raise missing("prompt")
+        raise missing("prompt", body)
     serving.resolve_model(engine, body)
     tokens = tokenizer.encode(text)
     return json_reply(
@@ -132,7 +132,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """``POST /detokenize``."""
     body = await parsing.json_body(request)
     if "tokens" not in body:
-        raise missing("tokens")
+        raise missing("tokens", body)
     serving.resolve_model(engine_of(request), body)
     tokens = body["tokens"]
     if not isinstance(tokens, list):
@@ -147,7 +147,7 @@ def _inputs(body: parsing.Body) -> list[list[int]]:
     if given is None and "messages" in body:
         return [tokenizer.encode(tokenizer.render_chat(read_messages(body)))]
     if given is None:
-        raise missing("input")
+        raise missing("input", body)
     if isinstance(given, str):
         return [tokenizer.encode(given)]
     if isinstance(given, list) and given and all(isinstance(item, int) for item in given):

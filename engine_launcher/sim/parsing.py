@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,12 @@ import orjson
 from aiohttp import web
 
 from engine_launcher.sim.config import SimConfig
-from engine_launcher.sim.errors import BadRequestError, ValidationError, WireError
+from engine_launcher.sim.errors import BadRequestError, ValidationError, WireError, summary
 from engine_launcher.sim.sequences import Sampling
 
 Body = dict[str, Any]
+GREEDY_BELOW = 1e-5
+"""Temperatures below this mean greedy sampling in vLLM."""
 
 
 async def json_body(request: web.Request) -> Body:
@@ -30,23 +33,15 @@ async def json_body(request: web.Request) -> Body:
             "Bad Request",
         )
     raw = await request.read()
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        problem = {
-            "type": "json_invalid",
-            "loc": f"body.{error.pos}",
-            "msg": "JSON decode error",
-            "input": {},
-            "ctx": {"error": error.msg},
-        }
-        raise ValidationError(problem) from error
+    if not raw:
+        raise ValidationError({"type": "missing", "loc": "body", "msg": "Field required", "input": summary(None)})
+    body = _loads(raw)
     if not isinstance(body, dict):
         problem = {
             "type": "model_attributes_type",
             "loc": "body",
             "msg": "Input should be a valid dictionary or object to extract fields from",
-            "input": f"<{type(body).__name__}>",
+            "input": summary(body),
         }
         raise ValidationError(problem)
     return body
@@ -55,17 +50,29 @@ async def json_body(request: web.Request) -> Body:
 async def optional_json(request: web.Request) -> Any:
     """Return the body as JSON, or None when there is none."""
     raw = await request.read()
-    if not raw:
-        return None
+    return _loads(raw) if raw else None
+
+
+def _loads(raw: bytes) -> Any:
     try:
         return orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+    except orjson.JSONDecodeError:
+        return _explain(raw)
+
+
+def _explain(raw: bytes) -> Any:
+    # vLLM's texts about broken JSON are those of the standard library's parser.
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        place = error.pos if isinstance(error, json.JSONDecodeError) else 0
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         problem = {
             "type": "json_invalid",
-            "loc": f"body.{error.pos}",
+            "loc": f"body.{place}",
             "msg": "JSON decode error",
-            "input": {},
-            "ctx": {"error": error.msg},
+            "input": summary({}),
+            "ctx": {"error": reason},
         }
         raise ValidationError(problem) from error
 
@@ -147,15 +154,20 @@ def sampling(
             break
     if room < 1:
         raise BadRequestError(
-            f"This model's maximum context length is {config.max_model_len} tokens. However, your request has "
-            f"{prompt_tokens} input tokens. Please reduce the length of the input messages. "
-            f"(parameter=input_tokens, value={prompt_tokens})",
+            f"This model's maximum context length is {config.max_model_len} tokens. However, your prompt contains at "
+            f"least {config.max_model_len + 1} input tokens, which exceeds this limit even without any output tokens. "
+            f"Please reduce the length of the input prompt. "
+            f"(parameter=input_tokens, value={config.max_model_len + 1})",
             "input_tokens",
         )
     stop_ids = body.get("stop_token_ids") or ()
+    n = integer(body, "n", 1, at_least=1) or 1
+    temperature = body.get("temperature")
+    if n > 1 and temperature is not None and float(temperature) < GREEDY_BELOW:
+        raise BadRequestError(f"n must be 1 when using greedy sampling, got {n}.")
     return Sampling(
         max_tokens=min(room, wanted) if wanted is not None else room,
-        n=integer(body, "n", 1, at_least=1) or 1,
+        n=n,
         ignore_eos=flag(body, "ignore_eos"),
         min_tokens=integer(body, "min_tokens", 0, at_least=0) or 0,
         stop=stop_strings(body),

@@ -76,7 +76,11 @@ class EventStream:
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
-        self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        headers = {"Content-Type": "text/event-stream; charset=utf-8"}
+        given = request.headers.get("X-Request-Id")
+        if given is not None and request.app[ENGINE].config.request_id_headers:
+            headers["X-Request-Id"] = given
+        self._response = web.StreamResponse(headers=headers)
         self._begun = False
         self._broken = False
         self._bytes = 0

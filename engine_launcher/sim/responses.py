@@ -15,7 +15,7 @@ from engine_launcher.sim.sequences import Delta, Generation
 
 def _prompt(body: parsing.Body) -> list[int]:
     if "input" not in body:
-        raise missing("input")
+        raise missing("input", body)
     given = body["input"]
     if isinstance(given, str):
         conversation = [{"role": "user", "content": given}]
@@ -65,6 +65,14 @@ async def handle(request: web.Request) -> web.StreamResponse:
     return await stream.end()
 
 
+def _final(generation: Generation) -> str:
+    return _status(next(iter(generation.sequences)).finish_reason)
+
+
+def _status(finish_reason: str | None) -> str:
+    return {"length": "incomplete", "abort": "cancelled"}.get(finish_reason or "stop", "completed")
+
+
 class _Answer:
     """One response object, whole or as the event sequence that builds it."""
 
@@ -90,16 +98,20 @@ class _Answer:
             "object": "response",
             "output": output,
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
-            "temperature": body.get("temperature", 1.0),
-            "tool_choice": body.get("tool_choice", "auto"),
+            "temperature": float(body.get("temperature", 1.0)),
+            "tool_choice": body.get("tool_choice", "auto" if body.get("tools") else "none"),
             "tools": body.get("tools", []),
-            "top_p": body.get("top_p", 1.0),
+            "top_p": float(body.get("top_p", 1.0)),
             "background": bool(body.get("background", False)),
             "max_output_tokens": self._max_tokens,
             "max_tool_calls": body.get("max_tool_calls"),
             "previous_response_id": body.get("previous_response_id"),
             "prompt": body.get("prompt"),
+            "prompt_cache_options": None,
+            "prompt_cache_key": body.get("prompt_cache_key"),
+            "prompt_cache_retention": None,
             "reasoning": body.get("reasoning"),
+            "safety_identifier": body.get("safety_identifier"),
             "service_tier": body.get("service_tier", "auto"),
             "status": status,
             "text": body.get("text"),
@@ -107,23 +119,39 @@ class _Answer:
             "truncation": body.get("truncation", "disabled"),
             "usage": counts,
             "user": body.get("user"),
+            "presence_penalty": float(body.get("presence_penalty", 0.0)),
+            "frequency_penalty": float(body.get("frequency_penalty", 0.0)),
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
             "input_messages": None,
             "output_messages": None,
         }
 
     def _item(self, status: str, text: str | None) -> dict[str, Any]:
         content = [] if text is None else [self._part(text)]
-        return {"id": self._item_id, "content": content, "role": "assistant", "status": status, "type": "message"}
+        return {
+            "id": self._item_id,
+            "content": content,
+            "role": "assistant",
+            "status": status,
+            "type": "message",
+            "phase": None,
+        }
 
     @staticmethod
-    def _part(text: str) -> dict[str, Any]:
-        return {"annotations": [], "text": text, "type": "output_text", "logprobs": None}
+    def _part(text: str, *, opening: bool = False) -> dict[str, Any]:
+        return {"annotations": [], "text": text, "type": "output_text", "logprobs": [] if opening else None}
 
     @staticmethod
     def _counts(generation: Generation) -> dict[str, Any]:
         return {
             "input_tokens": generation.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "input_tokens_per_turn": [], "cached_tokens_per_turn": []},
+            "input_tokens_details": {
+                "cached_tokens": 0,
+                "cache_write_tokens": 0,
+                "input_tokens_per_turn": [],
+                "cached_tokens_per_turn": [],
+            },
             "output_tokens": generation.completion_tokens,
             "output_tokens_details": {
                 "reasoning_tokens": 0,
@@ -137,11 +165,13 @@ class _Answer:
     def whole(self, generation: Generation) -> dict[str, Any]:
         """Return the finished response."""
         sequence = next(iter(generation.sequences))
-        status = {"length": "incomplete", "abort": "cancelled"}.get(sequence.finish_reason or "stop", "completed")
-        return self._response(status, [self._item("completed", sequence.text)], self._counts(generation))
+        status = _status(sequence.finish_reason)
+        return self._response(status, [self._item(status, sequence.text)], self._counts(generation))
 
-    async def _event(self, stream: EventStream, kind: str, *, tokens: int = 0, **fields: Any) -> None:
-        payload = {**fields, "sequence_number": self._number, "type": kind}
+    async def _event(
+        self, stream: EventStream, kind: str, *, tokens: int = 0, last: dict[str, Any] | None = None, **fields: Any
+    ) -> None:
+        payload = {**fields, "sequence_number": self._number, **(last or {}), "type": kind}
         self._number += 1
         await stream.event(payload, name=kind, tokens=tokens)
 
@@ -185,12 +215,23 @@ class _Answer:
             content_index=0,
             item_id=self._item_id,
             output_index=0,
-            part=self._part(""),
+            part=self._part("", opening=True),
         )
 
     async def _close(self, stream: EventStream, generation: Generation) -> None:
         place: dict[str, Any] = {"content_index": 0, "item_id": self._item_id, "output_index": 0}
-        await self._event(stream, "response.output_text.done", **place, logprobs=[], text=self._text)
+        await self._event(
+            stream,
+            "response.output_text.done",
+            content_index=0,
+            item_id=self._item_id,
+            logprobs=[],
+            output_index=0,
+            last={"text": self._text},
+        )
         await self._event(stream, "response.content_part.done", **place, part=self._part(self._text))
-        await self._event(stream, "response.output_item.done", item=self._item("completed", self._text), output_index=0)
-        await self._event(stream, "response.completed", response=self.whole(generation))
+        await self._event(
+            stream, "response.output_item.done", item=self._item(_final(generation), self._text), output_index=0
+        )
+        whole = self.whole(generation)
+        await self._event(stream, f"response.{whole['status']}", response=whole)

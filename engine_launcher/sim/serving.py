@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from engine_launcher.sim import tokenizer
-from engine_launcher.sim.errors import WireError
+from engine_launcher.sim.errors import BadRequestError, WireError
 from engine_launcher.sim.replies import ENGINE, EventStream
 from engine_launcher.sim.sequences import Candidates, Delta, Generation
 
@@ -90,12 +90,9 @@ def check_stream_options(body: Mapping[str, Any]) -> None:
 
     """
     if body.get("stream_options") and not body.get("stream"):
-        message = "Stream options can only be defined when `stream=True`."
-        problem = (
-            f"{{'type': 'value_error', 'loc': 'body', 'msg': 'Value error, {message} (parameter=stream_options)', "
-            f"'input': '<dict of {len(body)} items>', 'ctx': {{'error': VLLMValidationError('{message}')}}}}"
+        raise BadRequestError(
+            "Stream options can only be defined when `stream=True`. (parameter=stream_options)", "stream_options"
         )
-        raise WireError(400, f"1 validation error:\n  {problem}", "Bad Request", "stream_options")
 
 
 async def run_to_end(engine: SimEngine, generation: Generation) -> None:

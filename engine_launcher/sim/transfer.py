@@ -19,6 +19,23 @@ RENDEZVOUS_KEY = "sim_rendezvous"
 """In ``init_info``: join the group of a `SimTrainer` at ``master_address:master_port``, and block as NCCL does."""
 WEIGHTS_KEY = "sim_weights"
 """In ``update_info``: the label of the new weights. Real backends receive tensors at this point."""
+_INIT_FIELDS = frozenset(
+    {
+        "master_address",
+        "master_port",
+        "nccl_unique_id_b64",
+        "rank_offset",
+        "world_size",
+        "packed",
+        "dst_mesh_dims",
+        "source_digest",
+        "params",
+        "replica_rank",
+        "trainer_actors",
+        RENDEZVOUS_KEY,
+    }
+)
+"""Fields of vLLM's backends; one of them must be there, so that a misspelt init is refused as in vLLM."""
 _METADATA = ("names", "dtype_names", "shapes")
 
 
@@ -68,6 +85,11 @@ class WeightTransfer:
         """
         self._check_configured()
         self.records.append({"call": "init", "init_info": init_info})
+        if init_info and not init_info.keys() & _INIT_FIELDS:
+            raise WorkerFailedError(
+                f"Invalid init_info for SimWeightTransferEngine: unexpected fields {sorted(init_info)}; "
+                f"known are {sorted(_INIT_FIELDS)}"
+            )
         offset, world = init_info.get("rank_offset", 1), init_info.get("world_size", self.ranks + 1)
         if not isinstance(offset, int) or not isinstance(world, int):
             raise WorkerFailedError("Invalid init_info for SimWeightTransferEngine: ranks and sizes are integers")
@@ -137,7 +159,7 @@ class WeightTransfer:
                 "start_weight_update called while a weight update is already active. Call finish_weight_update first."
             )
         if draft:
-            raise WorkerFailedError("Draft model weight update requested, but no draft model is configured.")
+            raise WorkerFailedError("SimWeightTransferEngine does not support draft model weight updates.")
         self.active = True
 
     async def update(self, update_info: dict[str, Any] | list[dict[str, Any]], weights: str) -> str:
