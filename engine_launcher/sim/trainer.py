@@ -7,6 +7,7 @@ The "tensors" are one label of weights, see `engine_launcher.sim.model`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ class SimTrainer:
         self.port = 0
         self._server: asyncio.Server | None = None
         self._members: dict[int, asyncio.StreamWriter] = {}
+        self._connections: set[asyncio.StreamWriter] = set()
         self._ready: set[int] = set()
         self._changed = asyncio.Condition()
         self._joined = False
@@ -57,8 +59,10 @@ class SimTrainer:
         """Close every connection; members that wait in an update fail."""
         if self._server is not None:
             self._server.close()
-        for writer in set(self._members.values()):
+        for writer in list(self._connections):
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
         self._members.clear()
         self._ready.clear()
 
@@ -97,6 +101,7 @@ class SimTrainer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ranks: list[int] = []
+        self._connections.add(writer)
         try:
             while line := await reader.readline():
                 message = orjson.loads(line)
@@ -110,6 +115,7 @@ class SimTrainer:
         except ConnectionError:
             pass
         finally:
+            self._connections.discard(writer)
             writer.close()
 
     def _join(self, ranks: list[int], world_size: int, writer: asyncio.StreamWriter) -> None:

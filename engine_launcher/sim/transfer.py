@@ -7,6 +7,7 @@ session. A restarted engine has no group and remembers no metadata.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,13 @@ class Group:
     world_size: int
     reader: asyncio.StreamReader | None = None
     writer: asyncio.StreamWriter | None = None
+
+
+async def _hang_up(group: Group) -> None:
+    if group.writer is not None:
+        group.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await group.writer.wait_closed()
 
 
 @dataclass(slots=True)
@@ -108,17 +116,24 @@ class WeightTransfer:
     async def _join(self, group: Group, host: str, port: int) -> None:
         try:
             group.reader, group.writer = await asyncio.open_connection(host, port)
-            ranks = list(range(group.rank_offset, group.rank_offset + self.ranks))
-            await self._exchange(group, {"join": ranks, "world_size": group.world_size})
         except OSError as error:
             raise WorkerFailedError(f"cannot join the group of {host}:{port}: {error}") from error
+        ranks = list(range(group.rank_offset, group.rank_offset + self.ranks))
+        try:
+            await self._exchange(group, {"join": ranks, "world_size": group.world_size})
+        except BaseException:
+            await _hang_up(group)
+            raise
 
     async def _exchange(self, group: Group, message: dict[str, Any]) -> dict[str, Any]:
         assert group.reader is not None
         assert group.writer is not None
-        group.writer.write(orjson.dumps(message) + b"\n")
-        await group.writer.drain()
-        line = await group.reader.readline()
+        try:
+            group.writer.write(orjson.dumps(message) + b"\n")
+            await group.writer.drain()
+            line = await group.reader.readline()
+        except ConnectionError:
+            line = b""
         if not line.endswith(b"\n"):
             raise WorkerFailedError("Connection closed by peer")
         answer: dict[str, Any] = orjson.loads(line)
@@ -126,8 +141,8 @@ class WeightTransfer:
 
     async def _leave(self) -> None:
         group, self.group = self.group, None
-        if group is not None and group.writer is not None:
-            group.writer.close()
+        if group is not None:
+            await _hang_up(group)
 
     async def shutdown(self) -> None:
         """Leave the group.
