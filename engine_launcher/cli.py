@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -84,13 +85,14 @@ async def serve(spec: FleetSpec, engines_file: Path | None) -> int:
             loop.add_signal_handler(signum, on_signal)
         stop = spawn(asked.wait(), name="stop asked")
         try:
-            start = spawn(fleet.start(), name="start engines")
+            start = spawn(outcome(fleet.start()), name="start engines")
             await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not start.done():
                 start.cancel()
                 await asyncio.wait({start})
                 return 0
-            start.result()
+            if (failed := start.result()) is not None:
+                raise failed
             progress.__exit__()
             announce(fleet, engines_file)
             death = spawn(fleet.first_death(), name="watch engines")
@@ -105,6 +107,15 @@ async def serve(spec: FleetSpec, engines_file: Path | None) -> int:
             if any(each.process.alive for each in fleet.engines):
                 click.echo("ending the engines", err=True)
             await fleet.stop()
+
+
+async def outcome(work: Coroutine[Any, Any, None]) -> LauncherError | None:
+    """The error that ``work`` ends with, as a value: an error of a task would be logged besides being reported."""
+    try:
+        await work
+    except LauncherError as error:
+        return error
+    return None
 
 
 def announce(fleet: EngineFleet, engines_file: Path | None) -> None:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -123,13 +124,12 @@ class EngineFleet:
         """Wait for ``/health`` of each; the first that fails ends the wait for all."""
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
         async with aiohttp.ClientSession(timeout=timeout) as session:
-            waits = [spawn(self._ready(each, session), name=f"ready {each.index}") for each in engines]
             try:
-                await asyncio.gather(*waits)
-            finally:
-                for each in waits:
-                    each.cancel()
-                await asyncio.gather(*waits, return_exceptions=True)
+                async with asyncio.TaskGroup() as group:
+                    for each in engines:
+                        group.create_task(self._ready(each, session), name=f"ready {each.index}")
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
 
     async def _ready(self, engine: Engine, session: aiohttp.ClientSession) -> None:
         deadline = engine.started + self.spec.ready_wait
@@ -219,5 +219,6 @@ class EngineFleet:
             scratch.write_text("".join(f"{each}\n" for each in self.urls))
             scratch.replace(path)
         except OSError as error:
-            scratch.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                scratch.unlink()
             raise LauncherError(f"--engines-file {path} cannot be written: {error.strerror}") from None

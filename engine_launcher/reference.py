@@ -40,35 +40,37 @@ def mismatches(model: Any, prompt: Sequence[int], output: Sequence[int]) -> list
 
 
 def span_mismatches(
-    spans: Sequence[tuple[Any, int, int]], prompt: Sequence[int], output: Sequence[int]
+    spans: Sequence[tuple[Any, int, int]], prompt: Sequence[int], output: Sequence[int], *, kept_cache: bool = False
 ) -> list[Mismatch]:
     """The same for an output that several sets of weights produced: ``(model, start, end)`` for each in turn.
 
-    An engine paused in ``keep`` mode keeps the keys and values that the old weights computed, so the new weights choose
-    on top of those. The judge does likewise: one cache, filled by each model for the tokens that went through it (the
-    last token before a border has not: it is the first input of the next model).
+    vLLM 0.33 computes a frozen request's keys and values anew after ``/pause?mode=keep``, so each model is asked about
+    the whole context before a token. After ``clear_cache=false`` it keeps what the old weights computed, and the new
+    ones choose on top of that: with ``kept_cache`` the judge does likewise, with one cache that each model fills for
+    the tokens that went through it (the last token before a border has not: it is the next model's first input).
 
     One forward pass for each span, so each token is judged in its own context: one wrong token does not condemn those
-    after it. ``prompt`` must not be empty, and the spans must cover the output without gaps.
+    after it. ``prompt`` must not be empty. Raises ``ValueError`` for spans that do not cover the output.
     """
     import torch  # noqa: PLC0415 - only where the engine environment is
 
     ids = [*prompt, *output]
     found: list[Mismatch] = []
-    cache, fed, expected_start = None, 0, 0
+    cache, fed, covered = None, 0, 0
     for model, start, end in spans:
-        if start != expected_start or end <= start:
-            raise ValueError(f"span {start} to {end} does not follow {expected_start}: spans must cover the output")
+        if start != covered or end <= start:
+            raise ValueError(f"span {start} to {end} does not follow {covered}: spans must cover the output")
         until = len(prompt) + end - 1
         with torch.no_grad():
-            answer = model(torch.tensor([ids[fed:until]]), past_key_values=cache, use_cache=True)
-        rows = answer.logits[0, start - end :].float()
-        cache, fed, expected_start = answer.past_key_values, until, end
-        for position, row in enumerate(rows, start):
+            answer = model(torch.tensor([ids[fed:until]]), past_key_values=cache, use_cache=kept_cache)
+        covered = end
+        if kept_cache:
+            cache, fed = answer.past_key_values, until
+        for position, row in enumerate(answer.logits[0, start - end :].float(), start):
             expected = int(row.argmax())
             gap = float(row[expected] - row[output[position]])
             if gap > TIE:
                 found.append(Mismatch(position, output[position], expected, gap))
-    if expected_start != len(output):
-        raise ValueError(f"the spans end at {expected_start}, the output at {len(output)}")
+    if covered != len(output):
+        raise ValueError(f"the spans end at {covered}, the output at {len(output)}")
     return found

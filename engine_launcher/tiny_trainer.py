@@ -14,7 +14,8 @@ Each line on standard input is a command, and each gets one line of JSON on stan
 - ``{"do": "send", "seed": 1}``: give the model the weights of seed 1, and send them (start, update, finish); with
   ``"break_after": 3`` the source of the weights fails after 3 tensors, as a trainer that dies half-way would
 - ``{"do": "judge", "prompt": [...], "output": [...], "spans": [{"seed": 1, "start": 0, "end": 20}]}``: token ids, and
-  which seed's weights made which of them; answers ``"mismatches"``, those that are not the greedy choice
+  which seed's weights made which of them; answers ``"mismatches"``, those that are not the greedy choice.
+  ``"kept_cache": true`` after ``/pause?mode=keep&clear_cache=false`` (see ``reference.span_mismatches``)
 - ``{"do": "greedy", "seed": 1, "prompt": [...], "tokens": 20}``: answers ``"output"``
 """
 
@@ -126,10 +127,13 @@ class Trainer:
         self._engine.send_weights()
         return {"bytes": sum(each.numel() * each.element_size() for each in self._model.parameters())}
 
-    def judge(self, prompt: list[int], output: list[int], spans: list[dict[str, int]]) -> dict[str, Any]:
+    def judge(
+        self, prompt: list[int], output: list[int], spans: list[dict[str, int]], *, kept_cache: bool = False
+    ) -> dict[str, Any]:
         """Tokens that the weights that are said to have made them would not have chosen greedily."""
         models = [(self._float(each["seed"]), each["start"], each["end"]) for each in spans]
-        return {"mismatches": [asdict(each) for each in span_mismatches(models, prompt, output)]}
+        found = span_mismatches(models, prompt, output, kept_cache=kept_cache)
+        return {"mismatches": [asdict(each) for each in found]}
 
     def greedy(self, seed: int, prompt: list[int], tokens: int) -> dict[str, Any]:
         """What ``transformers`` itself generates with the weights of ``seed``."""
