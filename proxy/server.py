@@ -9,6 +9,8 @@ import ssl
 from proxy.core import routes
 from proxy.core.framing import RequestHead
 from proxy.core.paths import PathTable, Route
+from proxy.data.client import ClientConnection
+from proxy.data.connection import watch_peer
 from proxy.data.front import Front
 from proxy.data.handoff import Handed, WebSide
 from proxy.data.plane import DataPlane
@@ -43,10 +45,14 @@ class Server:
         self._owners: dict[bytes, Route] = {}
         self._web = web_side
         self._fronts: set[Front] = set()
-        self._unread: set[Front] = set()
+        self._unread: set[ClientConnection] = set()
         self._check: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
+        self.ssl_context: ssl.SSLContext | None = None
         settings = plane.settings
+        if settings.tls_cert is not None:
+            self.ssl_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self.ssl_context.load_cert_chain(settings.tls_cert, settings.tls_key)
         self.tick = min(settings.header_timeout, settings.body_timeout, settings.client_idle) / 2
         self.max_head = settings.max_request_line + HEAD_LINES * settings.max_header_line
 
@@ -60,18 +66,17 @@ class Server:
             OSError: the address cannot be bound.
         """
         settings = self.plane.settings
-        context: ssl.SSLContext | None = None
-        if settings.tls_cert is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(settings.tls_cert, settings.tls_key)
         self._server = await self.loop.create_server(
             lambda: Front(self),
             settings.host,
             settings.port,
             backlog=BACKLOG,
-            ssl=context,
+            ssl=self.ssl_context,
             reuse_port=reuse_port or None,
         )
+        for sock in self._server.sockets:
+            # Accepted sockets inherit these options, so they cost nothing per connection.
+            watch_peer(sock)
         host, port = self._server.sockets[0].getsockname()[:2]
         return host, port
 
@@ -103,13 +108,13 @@ class Server:
         self._unread.discard(front)
         self.plane.stats.connections = len(self._fronts)
 
-    def reading_paused(self, front: Front) -> None:
+    def reading_paused(self, front: ClientConnection) -> None:
         """Nobody reads this connection for now, so its end has to be asked for."""
         self._unread.add(front)
         if self._check is None:
             self._check = self.loop.call_later(GONE_CHECK, self._look)
 
-    def reading_resumed(self, front: Front) -> None:
+    def reading_resumed(self, front: ClientConnection) -> None:
         """The loop will tell of its end again."""
         self._unread.discard(front)
 

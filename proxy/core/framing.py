@@ -194,9 +194,10 @@ def inspect(
                 raise ExpectationFailed("the only expectation met is '100-continue'")
             head.expect_continue = http11
         elif known == b"x-request-id":
-            if head.request_id is None:
-                head.request_id = value
-            fields.append((name, value))
+            # An empty one is none: the proxy's own takes its place.
+            if value:
+                head.request_id = head.request_id or value
+                fields.append((name, value))
         elif known == b"x-forwarded-for":
             head.forwarded_for = value if head.forwarded_for is None else head.forwarded_for + b", " + value
         elif known == b"via":

@@ -66,7 +66,8 @@ class Facts:
         generation: the request runs the model.
         repeatable: running it twice is safe: a generation, or a safe method.
         replayable: all bytes of the body that were sent are still there.
-        attempts: attempts so far, the failed one included, pauses not counted.
+        attempts: attempts so far that an engine may have worked on, the failed one included: not those that met a
+            pause, a stale connection or none at all.
         max_attempts: the limit.
         others_left: an eligible engine has not been tried yet.
         engine_dead: whether the engine turned out to be dead (FAILED, CUT).

@@ -57,12 +57,30 @@ OTHER: frozenset[bytes] = frozenset(
     }
 )
 
+_PURE: frozenset[bytes] = frozenset(
+    {
+        b"/tokenize",
+        b"/detokenize",
+        b"/v1/chat/completions/render",
+        b"/v1/completions/render",
+        b"/v1/messages/count_tokens",
+    }
+)
+"""POST routes that only compute something from their body."""
+
 _LABELS: dict[bytes, str] = {path: path.decode("ascii") for path in (*GENERATION, *OTHER)}
 
 
 def is_generation(method: bytes, path: bytes) -> bool:
     """Whether the request runs the model."""
     return method == b"POST" and (path in GENERATION or (path[-1:] == b"/" and path.rstrip(b"/") in GENERATION))
+
+
+def is_repeatable(method: bytes, path: bytes) -> bool:
+    """Whether running the request twice changes nothing but its cost: a safe method, a generation, a computation."""
+    if method in (b"GET", b"HEAD", b"OPTIONS"):
+        return True
+    return method == b"POST" and (path.rstrip(b"/") in GENERATION or path.rstrip(b"/") in _PURE)
 
 
 def dialect(path: bytes) -> Dialect:

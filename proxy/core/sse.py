@@ -39,6 +39,10 @@ class EngineError:
 
 _ERROR_KEYS = (b'"error"', b'"object"', b'"type"', b'"message"', b'"code"', b'"detail"', b'"status"')
 _WHITE = b" \t\r\n"
+_BOM = b"\xef\xbb\xbf"
+PREFIX = 64
+"""Bytes of an event's data that tell whether it can be an error object; longer white space before it settles nothing
+and the whole event is waited for."""
 
 
 def _may_be_error(data: bytes) -> bool:
@@ -68,48 +72,80 @@ def _value_may_be(rest: bytes, value: bytes) -> bool:
 
 
 class FirstEvent:
-    """Reads a stream until its first event is known to be an error or not.
+    """Reads a stream until its first event is known to be an error or not, in time linear in the bytes fed.
 
     Args:
         limit: bytes kept at most; an event that is longer is no error.
 
     Attributes:
-        held: all bytes fed so far, to be passed on unchanged.
         error: the error, after `Verdict.ERROR`.
     """
 
-    __slots__ = ("_data", "_limit", "_name", "_pos", "error", "held")
+    __slots__ = ("_buffer", "_data", "_limit", "_name", "_pos", "_scan", "_settled", "_whole", "error")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._pos = 0
+        self._buffer = bytearray()
+        self._whole = b""
+        self._pos = 0  # where the unfinished line begins
+        self._scan = 0  # no line end lies before this
         self._name = b""
         self._data: list[bytes] | None = None
-        self.held = b""
+        self._settled = False  # the beginning of the data looks like an error; only the whole event can tell
         self.error: EngineError | None = None
+
+    @property
+    def held(self) -> bytes:
+        """All bytes fed so far, to be passed on unchanged."""
+        return self._whole or bytes(self._buffer)
 
     def feed(self, data: bytes) -> Verdict:
         """Take more bytes."""
-        self.held = held = self.held + data if self.held else data
-        if self._pos == 0 and held[:6] == b"data: " and not _may_be_error(held[6:38]):
+        if not self._buffer and data[:6] == b"data: " and not _may_be_error(data[6 : 6 + PREFIX]):
+            # The usual way of a usual stream: no copy, no search.
+            self._whole = data
             return Verdict.NORMAL
-        if self._pos == 0 and held[:3] == b"\xef\xbb\xbf":
-            self._pos = 3
+        buffer = self._buffer
+        buffer += data
+        if self._pos == 0 and buffer[:3] == _BOM[: len(buffer)]:
+            if len(buffer) < len(_BOM):
+                return Verdict.MORE
+            self._pos = self._scan = len(_BOM)
         while True:
-            end, after = _line_end(held, self._pos)
+            end, after = _line_end(buffer, self._scan)
             if end < 0:
-                return self._unfinished(held[self._pos :])
-            line = held[self._pos : end]
-            self._pos = after
+                # A CR at the end may still become a CRLF, so it is looked at again.
+                self._scan = len(buffer) - (1 if buffer.endswith(b"\r") else 0)
+                return self._unfinished()
+            line = bytes(buffer[self._pos : end])
+            self._pos = self._scan = after
             verdict = self._line(line)
             if verdict is not Verdict.MORE:
                 return verdict
 
-    def _unfinished(self, line: bytes) -> Verdict:
-        if len(self.held) > self._limit:
+    def finish(self) -> Verdict:
+        """The stream ended. An event without its closing empty line counts here: it is all there will ever be."""
+        rest = bytes(self._buffer[self._pos :]).rstrip(b"\r")
+        if rest:
+            verdict = self._line(rest)
+            if verdict is not Verdict.MORE:
+                return verdict
+        return self._line(b"") if self._data is not None else Verdict.NORMAL
+
+    def _unfinished(self) -> Verdict:
+        if len(self._buffer) > self._limit:
             return Verdict.NORMAL
-        if line[:5] == b"data:" and not _may_be_error(b"\n".join([*(self._data or ()), line[5:]])):
+        start = self._pos
+        if not self._settled and self._buffer[start : start + 5] == b"data:":
+            return self._judge(bytes(self._buffer[start + 5 : start + 5 + PREFIX]))
+        return Verdict.MORE
+
+    def _judge(self, line: bytes) -> Verdict:
+        """Look at the beginning of the data: the lines that are whole, then ``line``."""
+        data = b"\n".join([*(self._data or ()), line])
+        if not _may_be_error(data[:PREFIX]):
             return Verdict.NORMAL
+        self._settled = len(data) >= PREFIX
         return Verdict.MORE
 
     def _line(self, line: bytes) -> Verdict:
@@ -126,14 +162,16 @@ class FirstEvent:
             if value != b"error":
                 return Verdict.NORMAL
         elif name == b"data":
-            self._data = [*self._data, value] if self._data is not None else [value]
-            if not _may_be_error(b"\n".join(self._data)):
+            if not self._settled and self._judge(value) is Verdict.NORMAL:
                 return Verdict.NORMAL
+            if self._data is None:
+                self._data = []
+            self._data.append(value)
         return Verdict.MORE
 
 
-def _line_end(data: bytes, start: int) -> tuple[int, int]:
-    """End of the line that begins at ``start`` and start of the next; (-1, -1) if more bytes are needed.
+def _line_end(data: bytearray, start: int) -> tuple[int, int]:
+    """End of the first line end at or after ``start`` and start of the next line; (-1, -1) if more bytes are needed.
 
     A line ends with LF, CR or CRLF; a CR at the very end may still become a CRLF.
     """
@@ -142,7 +180,7 @@ def _line_end(data: bytes, start: int) -> tuple[int, int]:
     if cr >= 0:
         if cr + 1 == len(data):
             return -1, -1
-        return cr, cr + 2 if data[cr + 1 : cr + 2] == b"\n" else cr + 1
+        return cr, cr + 2 if data[cr + 1] == 0x0A else cr + 1
     if lf >= 0:
         return lf, lf + 1
     return -1, -1
@@ -183,7 +221,8 @@ def read_error(body: bytes, *, status: int | None = None, named_error: bool = Fa
 
 def _by_code(code: int | None, kind: str, message: str) -> Kind | None:
     # The text is looked at first: a paused chat stream says InternalServerError, and every 503 looks alike.
-    text = message.lower()
+    # Not in an error about the request, which may quote the request.
+    text = message.lower() if code in (None, 500, 503) else ""
     if "generation is paused" in text or "engine is paused" in text or "scheduler is paused" in text:
         return Kind.PAUSED
     if code == 503 or kind in ("overloaded_error", "ServiceUnavailableError", "Service Unavailable"):

@@ -1,33 +1,30 @@
 """One request's way: client -> gate -> engine -> client, as a state machine that runs on events.
 
-No task runs for a request unless something has to be waited for that the loop has no event for: a new connection, or
-a look at an engine that failed. On the usual way (an idle connection is there, the engine answers) everything happens
-inside the callbacks of the two transports.
+    BODY -> HELD <-> SENT <-> BACKOFF
+                      |
+                      v
+                   ANSWERED -> DONE
 
-    BODY -> HELD <-> CONNECTING -> WAITING -> PEEKING / COLLECTING -> JUDGING -> RELAYING -> DONE
-                ^________________________________________________________|
-
-Before RELAYING nothing has gone to the client, so every failure can be mended by another attempt. From RELAYING on a
-failure can only be made visible: an error event in the route's own protocol, then the connection is cut.
-
-A slot at an engine is taken in `_attempt` and given back in `_release`, which every way out passes.
+An `proxy.data.attempt.Attempt` deals with one engine; this is what outlives it: the request, its body, what was tried.
+Until ANSWERED nothing has gone to the client, so every failure can be mended by another attempt. From then on a failure
+can only be made visible: an error event in the route's own protocol, then the connection is cut.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from enum import IntEnum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from proxy.core import routes
 from proxy.core.bodies import wants_stream
 from proxy.core.failures import Failure, Kind
 from proxy.core.framing import RequestHead
 from proxy.core.retry import Action, Decision, Facts, decide
-from proxy.core.sse import EngineError, FirstEvent, Verdict, read_error
-from proxy.data import outbound
+from proxy.data.attempt import Attempt
 from proxy.data.relay import Relay
-from proxy.data.upstream import ConnectFailedError, Connection, Head
 from proxy.errors import (
     BodyTooLarge,
     EngineBroken,
@@ -39,14 +36,17 @@ from proxy.errors import (
     RequestAborted,
     SlowClient,
 )
-from proxy.tasks import spawn
 
 if TYPE_CHECKING:
     from proxy.data.front import Front
     from proxy.data.plane import DataPlane
+    from proxy.data.upstream import Head
     from proxy.fleet.engine import Engine
 
-_SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
+_log = logging.getLogger("fleetgate.exchange")
+
+RETRY_AFTER = 5
+"""Seconds for Retry-After where no engine can take a request."""
 
 
 class Phase(IntEnum):
@@ -55,18 +55,11 @@ class Phase(IntEnum):
     BODY = auto()
     """Its body is still coming and all of it fits the replay buffer."""
     HELD = auto()
-    WAITING_BACKOFF = auto()
-    CONNECTING = auto()
-    WAITING = auto()
-    """Sent; no head of an answer yet."""
-    PEEKING = auto()
-    """A stream has begun; its first event is not whole yet."""
-    COLLECTING = auto()
-    """An error answer is being gathered."""
-    JUDGING = auto()
-    """The engine is being looked at to find out what its error means."""
-    RELAYING = auto()
-    TUNNEL = auto()
+    BACKOFF = auto()
+    SENT = auto()
+    """An attempt is under way; nothing went to the client."""
+    ANSWERED = auto()
+    """Bytes of an answer went to the client."""
     DONE = auto()
 
 
@@ -80,20 +73,18 @@ class Exchange:
     """
 
     __slots__ = (
-        "_pending",
-        "_stream",
+        "_free",
+        "_fresh",
+        "_resends",
+        "_timer",
+        "attempt",
         "attempts",
         "begun",
         "body",
         "body_done",
         "body_size",
-        "broken",
         "client",
-        "conn",
-        "ended",
         "engine",
-        "engine_head",
-        "fresh",
         "generation",
         "head",
         "held_bytes",
@@ -102,19 +93,14 @@ class Exchange:
         "hold_timer",
         "id_bytes",
         "lines",
-        "pauses",
-        "peek",
+        "order",
         "phase",
         "plane",
         "relay",
         "replayable",
-        "resends",
-        "slot",
+        "sent",
         "started",
-        "task",
-        "timer",
         "tried",
-        "uploading",
         "version",
     )
 
@@ -123,7 +109,8 @@ class Exchange:
         self.client = client
         self.head = head
         self.generation = routes.is_generation(head.method, head.path)
-        self.id_bytes = head.request_id or plane.new_id()
+        self.order = plane.next_order()
+        self.id_bytes = head.request_id or plane.new_id(self.order)
         self.started = client.loop.time()
         self.phase = Phase.BODY
         self.begun = False
@@ -131,23 +118,15 @@ class Exchange:
         self.body_size = 0
         self.body_done = not head.has_body
         self.replayable = True
-        self.uploading = False
+        self.sent = False
+        self.attempt: Attempt | None = None
         self.attempts = 0
-        self.pauses = 0
-        self.resends = 0
+        self._free = 0
+        self._resends = 0
+        self._fresh = False
         self.tried: list[Engine] = []
-        self.fresh = False
         self.engine: Engine | None = None
-        self.slot = False
-        self.conn: Connection | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.engine_head: Head | None = None
-        self.peek: FirstEvent | None = None
-        self._pending: list[bytes] = []
-        self.ended = False
-        self.broken = False
-        self._stream = False
+        self._timer: asyncio.TimerHandle | None = None
         self.relay = Relay(self)
         self.version = b""
         self.lines = b""
@@ -158,8 +137,7 @@ class Exchange:
         self.hold_limit = limit if head.hold_timeout is None else min(limit, head.hold_timeout)
 
     def __repr__(self) -> str:
-        where = self.engine.id if self.engine is not None else None
-        return f"<Exchange {self.request_id} {self.route} {self.phase.name} engine={where} attempts={self.attempts}>"
+        return f"<Exchange {self.request_id} {self.route} {self.phase.name} {self.attempt} attempts={self.attempts}>"
 
     @property
     def request_id(self) -> str:
@@ -190,15 +168,15 @@ class Exchange:
         if limit and self.body_size > limit:
             self._fail(BodyTooLarge(f"the body is over {limit} bytes"))
             return
-        if self.uploading:
-            self._upload(data)
+        if self.attempt is not None and self.attempt.uploading:
+            self.attempt.upload(data)
             return
         self.body.append(data)
         if self.replayable and self.body_size > self.plane.settings.replay_limit:
             self.replayable = False
             if self.phase is Phase.BODY and self.begun:
                 self._dispatch()
-        if not self.replayable and not self.uploading:
+        if not self.replayable and (self.attempt is None or not self.attempt.uploading):
             # Too big to keep: the rest stays in the socket until an engine takes it.
             self.client.pause_reading()
 
@@ -208,8 +186,8 @@ class Exchange:
         if self.phase is Phase.BODY:
             if self.begun:
                 self._dispatch()
-        elif self.uploading and self.head.chunked and self.conn is not None:
-            self.conn.write(b"0\r\n\r\n")
+        elif self.attempt is not None and self.attempt.uploading:
+            self.attempt.upload_end()
 
     def client_slow(self) -> None:
         """The body stopped coming."""
@@ -218,11 +196,11 @@ class Exchange:
 
     def client_writable(self, writable: bool) -> None:
         """The client takes (no) more of its answer for now: only its own stream stops."""
-        if self.conn is not None:
+        if self.attempt is not None and self.attempt.conn is not None:
             if writable:
-                self.conn.resume_reading()
+                self.attempt.conn.resume_reading()
             else:
-                self.conn.pause_reading()
+                self.attempt.conn.pause_reading()
 
     def client_gone(self) -> None:
         """The client went away: whatever was done for it ends now."""
@@ -242,7 +220,7 @@ class Exchange:
         if self.generation and self.plane.gate.must_wait():
             self._hold()
         else:
-            self._attempt()
+            self._try_engine()
 
     def _hold(self, *, front: bool = False) -> None:
         self.phase = Phase.HELD
@@ -250,256 +228,91 @@ class Exchange:
         if not self.body_done:
             self.client.pause_reading()
         ping = self.plane.settings.hold_ping
-        if ping and self.timer is None and (self.relay.pinging or wants_stream(self.body)):
-            self.timer = self.client.loop.call_later(ping, self._ping)
+        if ping and (self.relay.pinging or wants_stream(self.body)):
+            self._set_timer(ping, self._ping)
         self.plane.gate.hold(self, front=front)
 
     def admitted(self) -> bool:
         """The gate lets it go."""
         self._cancel_timer()
-        return self._attempt()
+        return self._try_engine()
 
     def refused(self, error: FleetgateError) -> None:
-        """The gate cannot hold it."""
+        """The gate cannot hold it, or the connection refuses it."""
         self._fail(error)
 
     def _ping(self) -> None:
         """Keep a held stream's connection busy with SSE comments, which clients skip."""
-        self.timer = None
-        if self.phase not in (Phase.HELD, Phase.WAITING_BACKOFF):
-            return
         self.relay.ping()
-        self.timer = self.client.loop.call_later(self.plane.settings.hold_ping, self._ping)
+        if self.phase is Phase.HELD:
+            self._set_timer(self.plane.settings.hold_ping, self._ping)
 
     # Attempts
 
-    def _attempt(self) -> bool:
+    def _try_engine(self) -> bool:
         now = self.client.loop.time()
         engine = self.plane.pick(self.tried, self.head.session, now, generation=self.generation)
         if engine is None:
             if self.generation:
                 self._hold(front=True)
             else:
-                self._fail(NoEngine("no engine answers; see /fleet", retry_after=5))
+                self._fail(NoEngine("no engine answers; see /fleet", retry_after=RETRY_AFTER))
             return False
+        self.phase = Phase.SENT
         self.engine = engine
-        engine.inflight += 1
-        self.slot = True
         self.attempts += 1
-        connection = None if self.fresh else engine.upstream.take_idle(now)
-        if connection is None:
-            self.phase = Phase.CONNECTING
-            self.task = spawn(self._connect(engine), name="connect")
-        else:
-            self._send(connection, engine)
+        self.attempt = attempt = Attempt(self, engine)
+        # A body that can be sent only once must not meet a connection that the engine has just closed.
+        attempt.start(now, fresh=self._fresh or not self.replayable)
         return True
 
-    async def _connect(self, engine: Engine) -> None:
-        try:
-            connection = await engine.upstream.connect()
-        except ConnectFailedError as error:
-            self.task = None
-            self.plane.watch.suspect(engine, error.failure.detail)
-            self._failed(error.failure)
-            return
-        self.task = None
-        if self.phase is not Phase.CONNECTING:
-            connection.abort()
-            return
-        if self.generation and self.plane.gate.closed:
-            # The gate closed while the connection was made; nothing was sent yet.
-            engine.upstream.put_idle(connection)
-            self._release()
-            self.attempts -= 1
-            self._hold(front=True)
-            return
-        self._send(connection, engine)
+    def may_send_to(self, engine: Engine) -> bool:
+        """Whether the request may still go to this engine: asked after the connection to it was made."""
+        if not self.generation:
+            return True
+        return engine.eligible and not self.plane.gate.closed
 
-    def _send(self, connection: Connection, engine: Engine) -> None:
-        self.phase = Phase.WAITING
-        self.conn = connection
-        self.engine_head = None
-        self.ended = False
-        self.broken = False
-        self._pending = []
-        self.version = self.plane.version_header()
-        if not self.lines:
-            self.lines = outbound.field_lines(self)
-        head = outbound.request_head(self, engine.upstream)
-        if self.body_done:
-            data = head + b"".join(self.body)
-            if not self.replayable:
-                self.body = []
-        else:
-            self.uploading = True
-            first = b"".join(self.body)
-            self.body = []
-            data = head + (outbound.chunk(first) if self.head.chunked and first else first)
-        connection.send(self, data, bodyless_answer=self.head.method == b"HEAD")
-        limit = self.plane.settings.first_byte_timeout
-        if limit:
-            self.timer = self.client.loop.call_later(limit, self._silent)
-        if self.uploading:
-            self.client.resume_reading()
+    def withdrawn(self) -> None:
+        """The attempt ended before anything was sent, through nobody's fault."""
+        self._drop_attempt()
+        self.attempts -= 1
+        self._hold(front=True)
 
-    def _upload(self, data: bytes) -> None:
-        if self.conn is not None:
-            self.conn.write(outbound.chunk(data) if self.head.chunked else data)
+    def slot_freed(self) -> None:
+        """An attempt gave its slot back: somebody who is held may be waiting for it."""
+        gate = self.plane.gate
+        if self.plane.settings.max_inflight and gate.held:
+            gate.pump()
 
-    def _silent(self) -> None:
-        self.timer = None
-        if self.phase is Phase.WAITING and self.conn is not None:
-            self.conn.detach()
-            limit = self.plane.settings.first_byte_timeout
-            self._failed(Failure(Kind.TIMEOUT, f"no answer byte within {limit:g} s"))
+    def failed(self, attempt: Attempt, failure: Failure, *, dead: bool = False, paused: bool = False) -> None:
+        """An attempt failed and nothing went to the client: decide what happens next.
 
-    # From the engine
-
-    def on_head(self, head: Head) -> None:
-        """The head of the engine's answer."""
-        self.engine_head = head
-        self._cancel_timer()
-        engine = self.engine
-        assert engine is not None
-        engine.last_byte = self.client.loop.time()
-        self.plane.stats.engine_answered(engine.id, head.status)
-        if head.status == 101:
-            self._switch(head)
-            return
-        self._stream = _is_stream(head)
-        if self.generation:
-            if head.status == 200 and self._stream:
-                self.peek = FirstEvent(self.plane.settings.peek_limit)
-                self.phase = Phase.PEEKING
-                return
-            if head.status in (500, 503, 529):
-                self.phase = Phase.COLLECTING
-                return
-        self._relay_head(head)
-
-    def on_data(self, data: bytes) -> None:
-        """A piece of the engine's answer."""
-        phase = self.phase
-        if phase is Phase.RELAYING:
-            engine = self.engine
-            if engine is not None:
-                engine.last_byte = self.client.loop.time()
-            self.relay.data(data)
-        elif phase is Phase.PEEKING:
-            self._peek(data)
-        elif phase is Phase.COLLECTING:
-            self._pending.append(data)
-            if sum(map(len, self._pending)) > self.plane.settings.peek_limit:
-                self._relay_pending()
-        elif phase is Phase.JUDGING:
-            self._pending.append(data)
-
-    def _peek(self, data: bytes) -> None:
-        peek = self.peek
-        assert peek is not None
-        verdict = peek.feed(data)
-        if verdict is Verdict.MORE:
-            return
-        self._pending = [peek.held]
-        if verdict is Verdict.ERROR and peek.error is not None and peek.error.kind is not None:
-            self._engine_error(peek.error)
-        else:
-            self._relay_pending()
-
-    def on_end(self) -> None:
-        """The engine's answer is whole."""
-        self.ended = True
-        self.conn = None
-        phase = self.phase
-        if phase is Phase.RELAYING:
-            self._finish()
-        elif phase is Phase.COLLECTING:
-            assert self.engine_head is not None
-            error = read_error(b"".join(self._pending), status=self.engine_head.status)
-            if error is not None and error.kind is not None:
-                self._engine_error(error)
-            else:
-                self._relay_pending()
-        elif phase is Phase.PEEKING:
-            assert self.peek is not None
-            if self.peek.held:
-                self._pending = [self.peek.held]
-                self._relay_pending()
-            else:
-                self._failed(Failure(Kind.CUT, "the stream ended before its first event"))
-
-    def on_failure(self, failure: Failure) -> None:
-        """The engine's answer is not whole."""
-        self.conn = None
-        self.broken = True
-        if self.phase in (Phase.RELAYING, Phase.TUNNEL):
-            self._cut(failure)
-        elif self.phase is not Phase.JUDGING:
-            self._cancel_timer()
-            self._failed(failure)
-
-    def on_writable(self, writable: bool) -> None:
-        """The engine takes (no) more of the request body for now."""
-        if writable:
-            self.client.resume_reading()
-        else:
-            self.client.pause_reading()
-
-    # Failures before the first byte to the client
-
-    def _engine_error(self, error: EngineError) -> None:
-        assert error.kind is not None
-        assert self.engine_head is not None
-        asked = self.engine_head.get(b"retry-after")
-        retry_after = float(asked) if asked is not None and asked.isdigit() else None
-        self._failed(Failure(error.kind, error.message or f"status {self.engine_head.status}", retry_after))
-
-    def _failed(self, failure: Failure) -> None:
-        """An attempt failed: decide at once, or look at the engine first."""
-        if self.phase is Phase.DONE:
-            return
-        if failure.kind in (Kind.FAILED, Kind.CUT) and self.generation:
-            self.phase = Phase.JUDGING
-            self.task = spawn(self._judge(failure), name="judge")
-        else:
-            self._decide(failure)
-
-    async def _judge(self, failure: Failure) -> None:
-        engine = self.engine
-        assert engine is not None
-        watch = self.plane.watch
-        paused = dead = False
-        if failure.kind is Kind.CUT:
-            paused = self.plane.gate.closed or await watch.is_paused(engine)
-        if not paused:
-            dead = await watch.is_dead(engine)
-            if dead:
-                watch.suspect(engine, failure.detail)
-        self.task = None
-        if self.phase is Phase.JUDGING:
-            self._decide(failure, dead=dead, paused=paused)
-
-    def _decide(self, failure: Failure, *, dead: bool = False, paused: bool = False) -> None:
-        engine = self.engine
-        assert engine is not None
+        Args:
+            attempt: the attempt.
+            failure: how it failed.
+            dead: its engine turned out to be dead.
+            paused: its engine turned out to be paused.
+        """
+        engine = attempt.engine
         plane = self.plane
-        paused = paused or failure.kind is Kind.PAUSED
-        if paused:
-            self.pauses += 1
-        elif failure.kind is not Kind.STALE and engine not in self.tried:
+        kind = failure.kind
+        paused = paused or kind is Kind.PAUSED
+        if paused or kind in (Kind.CONNECT, Kind.STALE):
+            self._free += 1
+        if not paused and kind is not Kind.STALE and engine not in self.tried:
             self.tried.append(engine)
         head = self.head
         facts = Facts(
             generation=self.generation,
-            repeatable=self.generation or head.method in _SAFE_METHODS,
-            replayable=self.replayable and not self.uploading,
-            attempts=self.attempts - self.pauses,
+            repeatable=routes.is_repeatable(head.method, head.path),
+            replayable=self.replayable or not self.sent,
+            attempts=self.attempts - self._free,
             max_attempts=1 if head.no_retry else plane.settings.max_attempts,
             others_left=plane.others_left(self.tried, generation=self.generation),
             engine_dead=dead,
             engine_paused=paused,
-            has_answer=bool(self._pending) and self.engine_head is not None,
-            resends=self.resends,
+            has_answer=attempt.has_answer,
+            resends=self._resends,
         )
         decision = decide(
             failure,
@@ -510,7 +323,7 @@ class Exchange:
             max_wait=plane.settings.max_retry_after,
         )
         if decision.action is Action.RELAY:
-            self._relay_pending()
+            attempt.relay()
         elif decision.action is Action.FAIL:
             self._fail(_error_for(failure))
         else:
@@ -518,118 +331,100 @@ class Exchange:
 
     def _again(self, failure: Failure, decision: Decision, engine: Engine) -> None:
         plane = self.plane
-        plane.stats.retried(str(failure.kind))
+        kind = failure.kind
+        plane.stats.retried(str(kind))
         self._drop_attempt()
-        if failure.kind is Kind.PAUSED or decision.action is Action.HOLD:
-            if failure.kind in (Kind.PAUSED, Kind.CUT) and not plane.gate.closed:
-                plane.watch.watch_paused(engine)
-            if failure.kind is Kind.CONNECT:
+        self._fresh = kind is Kind.STALE
+        if decision.action is Action.HOLD:
+            if kind is Kind.CONNECT:
                 self.tried = []
+            elif not plane.gate.closed:
+                plane.watch.watch_paused(engine)
             self._hold(front=True)
             return
-        self.fresh = failure.kind is Kind.STALE
-        if failure.kind not in (Kind.STALE, Kind.CONNECT):
-            self.resends += 1
+        if kind not in (Kind.STALE, Kind.CONNECT):
+            self._resends += 1
         if decision.forget_tried:
             self.tried = []
         if decision.delay:
-            self.phase = Phase.WAITING_BACKOFF
-            self.timer = self.client.loop.call_later(decision.delay, self._resend)
+            self.phase = Phase.BACKOFF
+            self._set_timer(decision.delay, self._resend)
         else:
             self._resend()
 
     def _resend(self) -> None:
-        self.timer = None
         if self.generation and self.plane.gate.closed:
             self._hold(front=True)
         else:
-            self._attempt()
+            self._try_engine()
 
     def _drop_attempt(self) -> None:
-        if self.conn is not None:
-            self.conn.detach()
-            self.conn = None
-        self._pending = []
-        self.peek = None
-        self.engine_head = None
-        self._release()
-
-    def _release(self) -> None:
-        if self.slot:
-            self.slot = False
-            engine = self.engine
-            assert engine is not None
-            engine.inflight -= 1
-            gate = self.plane.gate
-            if self.plane.settings.max_inflight and gate.held:
-                gate.pump()
+        attempt, self.attempt = self.attempt, None
+        if attempt is not None:
+            attempt.end()
 
     # To the client
 
-    def _relay_pending(self) -> None:
-        """What was looked at belongs to the client: pass it on, and the rest as it comes."""
-        head = self.engine_head
-        assert head is not None
-        pending = self._pending
-        self._pending = []
-        self.peek = None
-        self._relay_head(head)
-        for data in pending:
-            if self.phase is Phase.RELAYING:
-                self.relay.data(data)
-        if self.phase is not Phase.RELAYING:
-            return
-        if self.broken:
-            self._cut(Failure(Kind.CUT, "the engine broke off its answer"))
-        elif self.ended:
-            self._finish()
-
-    def _relay_head(self, head: Head) -> None:
-        self.phase = Phase.RELAYING
+    def relay_begins(self, head: Head, *, stream: bool) -> None:
+        """An engine's answer goes to the client from here on."""
+        self.phase = Phase.ANSWERED
         relay = self.relay
-        if relay.pinging and not (self._stream and head.status == 200):
+        if relay.pinging and not (stream and head.status == 200):
             # 200 went out with the first ping, so the engine's error can only be said as an event.
-            message = f"engine answered status {head.status} after the request had been held"
+            message = f"the engine answered status {head.status} after the request had been held"
             relay.cut(message, code="engine_error", status=502)
             self._over(head.status)
             return
-        relay.stream = self._stream
+        relay.stream = stream
         relay.begin(head)
 
-    def _finish(self) -> None:
-        head = self.engine_head
-        assert head is not None
+    def finished(self) -> None:
+        """The engine's answer has gone out to its end."""
+        attempt = self.attempt
+        assert attempt is not None
+        assert attempt.head is not None
         if not self.relay.whole():
-            self._cut(Failure(Kind.CUT, "the engine closed the connection inside its answer"))
+            self.broke_off(Failure(Kind.CUT, "the engine closed the connection inside its answer"))
             return
         self.relay.end()
-        self._over(head.status)
+        self._over(attempt.head.status)
 
-    def _cut(self, failure: Failure) -> None:
+    def broke_off(self, failure: Failure) -> None:
         """The answer broke off after bytes went out: make it visible, never let it pass for a whole one."""
-        if self.phase is Phase.TUNNEL:
+        if self.client.in_tunnel:
             self.client.cut(hard=True)
         else:
             name = self.engine.id if self.engine is not None else "?"
             self.relay.cut(f"engine {name} broke off its answer: {failure.detail}", code="engine_broken", status=502)
         self._over(502)
 
+    def tunnel_closed(self) -> None:
+        """The engine closed a WebSocket's connection."""
+        self._over(101)
+        self.client.close()
+
     def _fail(self, error: FleetgateError) -> None:
         """Give the client an error of the proxy's own."""
-        if self.phase in (Phase.RELAYING, Phase.TUNNEL):
-            self.client.cut(hard=True)
-        elif self.relay.pinging:
+        if self.phase is Phase.DONE:
+            return
+        if self.relay.pinging and self.phase is not Phase.ANSWERED:
             self.relay.cut(error.message, code=error.code, status=error.status)
+        elif self.relay.begun:
+            self.client.cut(hard=True)
         else:
-            self._release_connection()
+            self._drop_attempt()
             self.client.answer_begun()
             self.client.send_error(error, self)
         self._over(error.status)
 
-    def _release_connection(self) -> None:
-        if self.conn is not None:
-            self.conn.detach()
-            self.conn = None
+    def crashed(self) -> None:
+        """A bug in the proxy, called inside the handler: the client gets an error or a cut, never silence."""
+        _log.exception("request %s failed inside the proxy", self.request_id)
+        try:
+            self._fail(FleetgateError("the proxy failed to handle the request; see its log"))
+        except Exception:
+            _log.exception("request %s could not be ended in order", self.request_id)
+            self.client.abort()
 
     def _over(self, status: int) -> None:
         """Every way out ends here, once."""
@@ -638,13 +433,8 @@ class Exchange:
         self.plane.gate.leave(self)
         self.phase = Phase.DONE
         self._cancel_timer()
-        if self.task is not None:
-            self.task.cancel()
-            self.task = None
-        self._release_connection()
-        self._release()
+        self._drop_attempt()
         self.body = []
-        self._pending = []
         plane = self.plane
         plane.tracker.remove(self)
         seconds = self.client.loop.time() - self.started
@@ -656,46 +446,31 @@ class Exchange:
             record(self, status, seconds)
         self.client.request_done(self)
 
+    def _set_timer(self, seconds: float, then: Callable[[], None]) -> None:
+        def strike() -> None:
+            self._timer = None
+            try:
+                then()
+            except Exception:
+                self.crashed()
+
+        self._cancel_timer()
+        self._timer = self.client.loop.call_later(seconds, strike)
+
     def _cancel_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-    # WebSocket
-
-    def _switch(self, head: Head) -> None:
-        """101: bytes go both ways from here on. Only what the client asked for is tunnelled."""
-        connection = self.conn
-        upgrade = head.get(b"upgrade")
-        if connection is None or not self.head.websocket or (upgrade or b"").lower() != b"websocket":
-            self._fail(EngineBroken("the engine switched to a protocol that was not asked for"))
-            return
-        self.phase = Phase.TUNNEL
-        self.relay.switch(head)
-        connection.tunnel = self._from_engine
-        self.client.open_tunnel(connection.write)
-
-    def _from_engine(self, data: bytes) -> None:
-        if data:
-            self.client.write(data)
-        else:
-            self.conn = None
-            self.client.close()
-            self._over(101)
-
-
-def _is_stream(head: Head) -> bool:
-    kind = head.get(b"content-type")
-    return kind is not None and kind[:17].lower() == b"text/event-stream"
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def _error_for(failure: Failure) -> FleetgateError:
     """The error that a client sees when no attempt is left."""
-    errors: dict[Kind, Any] = {
-        Kind.CONNECT: EngineUnreachable,
-        Kind.TIMEOUT: EngineTimeout,
-        Kind.BUSY: Overloaded,
-        Kind.PAUSED: Overloaded,
-    }
-    made: FleetgateError = errors.get(failure.kind, EngineBroken)(failure.detail)
-    return made
+    match failure.kind:
+        case Kind.CONNECT:
+            return EngineUnreachable(failure.detail)
+        case Kind.TIMEOUT:
+            return EngineTimeout(failure.detail)
+        case Kind.BUSY | Kind.PAUSED:
+            return Overloaded(failure.detail, retry_after=RETRY_AFTER)
+        case _:
+            return EngineBroken(failure.detail)

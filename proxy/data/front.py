@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
-import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import httptools
 
 from proxy.core.framing import RequestHead, inspect
 from proxy.core.paths import Route
+from proxy.data.client import ClientConnection
 from proxy.data.exchange import Exchange
+from proxy.data.replies import error_answer
 from proxy.errors import (
     BadRequest,
     FleetgateError,
@@ -34,12 +34,6 @@ if TYPE_CHECKING:
     from proxy.server import Server
 
 _log = logging.getLogger("fleetgate.front")
-
-MAX_PIPELINED = 16
-"""Requests that may wait behind one another on a connection before the proxy stops reading it. Nobody who generates
-pipelines; the bound keeps a stranger from queueing work."""
-CUT_FLUSH = 5.0
-"""Seconds that the last bytes of a cut answer get to leave before the connection is aborted."""
 
 
 class Inbound(Protocol):
@@ -66,102 +60,89 @@ class Inbound(Protocol):
     def client_gone(self) -> None:
         """The client went away."""
 
+    def refused(self, error: FleetgateError) -> None:
+        """The rest of the request is refused: answer with this error if nothing was answered yet."""
 
-class Front(asyncio.Protocol):
+    def crashed(self) -> None:
+        """One of the above raised; called inside the handler. The request must end now. Must not raise."""
+
+
+class Front(ClientConnection):
     """One client connection."""
 
     __slots__ = (
         "_active",
         "_arriving",
         "_begun",
-        "_closing",
-        "_cut_timer",
+        "_deaf",
         "_error",
         "_fields",
+        "_frame_bytes",
         "_head_bytes",
         "_head_since",
         "_last_read",
         "_parser",
-        "_paused",
         "_queue",
-        "_server",
-        "_stall_left",
-        "_stall_timer",
         "_timer",
         "_tunnel",
         "_tunnel_early",
         "_url",
-        "loop",
-        "peer",
-        "transport",
-        "trusted",
     )
 
     def __init__(self, server: Server) -> None:
-        self._server = server
-        self.loop = server.loop
-        self.transport: asyncio.Transport | None = None
-        self.peer = b"unknown"
-        self.trusted = False
+        super().__init__(server)
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
         self._fields: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
         self._head_since = 0.0
+        self._frame_bytes = 0
         self._last_read = 0.0
         self._arriving: Inbound | None = None
         self._active: Inbound | None = None
         self._queue: list[Inbound] = []
         self._error: FleetgateError | None = None
         self._begun = False
-        self._closing = False
-        self._paused = False
+        self._deaf = False
         self._timer: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
-        self._stall_left = 0
-        self._cut_timer: asyncio.TimerHandle | None = None
         self._tunnel: Callable[[bytes], None] | None = None
         self._tunnel_early: bytes | None = None
 
     def __repr__(self) -> str:
         return f"<Front {self.peer.decode('latin-1')} active={self._active!r} queued={len(self._queue)}>"
 
+    @property
+    def in_tunnel(self) -> bool:
+        """The connection carries another protocol."""
+        return self._tunnel is not None
+
     # The loop's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Count the connection; over the limit it is refused with an answer."""
-        # uvloop's transports have the interface of asyncio.Transport without being one.
-        self.transport = made = cast("asyncio.Transport", transport)
-        address = transport.get_extra_info("peername")
-        host = address[0] if isinstance(address, tuple) else "unix"
-        self.peer = host.encode("ascii", "replace")
-        self.trusted = self._server.plane.trusts(host)
-        made.set_write_buffer_limits(high=self._server.plane.settings.stream_buffer)
+        self.opened(transport)
         self._last_read = self.loop.time()
         refusal = self._server.opened(self)
         if refusal is not None:
-            self.send_error(refusal, None)
-            self.close()
+            self.write(error_answer(refusal, close=True))
+            self.linger()
             return
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         """The client went away: end all that is done for it."""
-        self.transport = None
+        self.lost()
         self._server.closed(self)
-        for timer in (self._timer, self._stall_timer, self._cut_timer):
-            if timer is not None:
-                timer.cancel()
-        self._timer = self._stall_timer = self._cut_timer = None
-        tunnel, self._tunnel = self._tunnel, None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._tunnel = None
         active, self._active = self._active, None
         queue, self._queue = self._queue, []
-        self._closing = True
-        if active is not None:
-            active.client_gone()
-        for waiting in queue:
-            waiting.client_gone()
-        del tunnel
+        for request in (active, *queue):
+            if request is not None:
+                with contextlib.suppress(Exception):
+                    request.client_gone()
 
     def eof_received(self) -> bool:
         """A client that sends no more is treated as gone: it cannot be told from one that closed."""
@@ -169,33 +150,15 @@ class Front(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The client reads slower than the engine writes: only its own stream stops, and not for ever."""
+        self.stalls()
         if self._active is not None:
             self._active.client_writable(False)
-        if self._stall_timer is None and self.transport is not None:
-            self._stall_left = self.transport.get_write_buffer_size()
-            limit = self._server.plane.settings.stalled_client_timeout
-            self._stall_timer = self.loop.call_later(limit, self._stalled)
 
     def resume_writing(self) -> None:
         """The client caught up."""
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
+        self.caught_up()
         if self._active is not None:
             self._active.client_writable(True)
-
-    def _stalled(self) -> None:
-        self._stall_timer = None
-        if self.transport is None:
-            return
-        left = self.transport.get_write_buffer_size()
-        limit = self._server.plane.settings.stalled_client_timeout
-        if left < self._stall_left:
-            self._stall_left = left
-            self._stall_timer = self.loop.call_later(limit, self._stalled)
-            return
-        _log.warning("client %s read nothing for %g s; its connection is cut", self.peer.decode("latin-1"), limit)
-        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse. Whatever is wrong closes the connection, after an answer that says what."""
@@ -205,35 +168,46 @@ class Front(asyncio.Protocol):
         if self._tunnel_early is not None:
             self._early(data)
             return
-        if self._closing:
+        if self.closing or self._deaf:
             return
         self._last_read = now = self.loop.time()
         if self._arriving is None:
             if not self._head_since:
                 self._head_since = now
             self._head_bytes += len(data)
+        else:
+            self._frame_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserCallbackError as error:
-            refusal = error.__context__
-            if not isinstance(refusal, FleetgateError):
-                _log.exception("a request could not be handled", exc_info=refusal)
-                refusal = BadRequest("the request could not be handled")
-            self.refuse(refusal)
+            self._callback_failed(error.__context__)
             return
         except httptools.HttpParserError as error:
-            self.refuse(BadRequest(f"not a valid HTTP/1.1 request: {error}"))
+            # Bytes after the last request of a connection are nobody's.
+            if not self._deaf:
+                self.refuse(BadRequest(f"not a valid HTTP/1.1 request: {error}"))
             return
-        if self._head_since and self._arriving is None:
-            limit = self._server.max_head
-            if self._head_bytes > limit:
-                self.refuse(HeadersTooLarge(f"the request head is over {limit} bytes"))
+        if self._arriving is None:
+            if self._head_since and self._head_bytes > self._server.max_head:
+                self.refuse(HeadersTooLarge(f"the request head is over {self._server.max_head} bytes"))
                 return
-        if len(self._queue) > MAX_PIPELINED:
+        elif self._frame_bytes > self._server.max_head:
+            # Chunk extensions or trailers without end.
+            self.refuse(HeadersTooLarge(f"over {self._server.max_head} bytes came that belong to no body"))
+            return
+        if self._queue:
+            # Nobody who generates pipelines: what waits behind a request stays in the socket.
             self.pause_reading()
+
+    def _callback_failed(self, error: BaseException | None) -> None:
+        if isinstance(error, FleetgateError):
+            self.refuse(error)
+            return
+        _log.error("a request could not be handled", exc_info=error)
+        self.refuse(FleetgateError("the proxy failed to handle the request; see its log"))
 
     # httptools' side
 
@@ -272,7 +246,7 @@ class Front(asyncio.Protocol):
         )
         self._fields = []
         self._head_since = 0.0
-        self._head_bytes = 0
+        self._head_bytes = self._frame_bytes = 0
         if head.via is not None and server.plane.name in head.via:
             raise LoopDetected("the request came back to the proxy that sent it; an engine URL points at the proxy")
         owner = server.owner(head.path)
@@ -287,14 +261,18 @@ class Front(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         """A piece of a body."""
+        self._frame_bytes = 0
         if self._arriving is not None:
             self._arriving.body_data(data)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
-        request, self._arriving = self._arriving, None
+        request = self._arriving
         if request is not None:
+            if not request.head.keep_alive:
+                self._deaf = True
             request.body_end()
+            self._arriving = None
 
     # Requests
 
@@ -307,7 +285,7 @@ class Front(asyncio.Protocol):
 
     def keeps_alive(self, request: Inbound) -> bool:
         """Whether the connection may carry another request after this one's answer."""
-        return request.head.keep_alive and request.body_done and not self._closing and not self._server.plane.draining
+        return request.head.keep_alive and request.body_done and not self.closing and not self._server.plane.draining
 
     def answer_begun(self) -> None:
         """The head of an answer is about to be written: from here on nothing else may answer this request."""
@@ -322,38 +300,92 @@ class Front(asyncio.Protocol):
             return
         if self._error is not None and not self._queue:
             error, self._error = self._error, None
-            self.send_error(error, None)
-            self.close()
+            self._answer_nobody(error)
+        elif not request.body_done:
+            # The rest of the body is read and thrown away for a moment, or a reset would take the answer with it.
+            self.linger()
         elif not self.keeps_alive(request) or self.transport.is_closing():
             self.close()
         else:
             self.loop.call_soon(self._next)
 
     def _next(self) -> None:
-        if self.transport is None or self._active is not None or self._closing:
+        if self.transport is None or self._active is not None or self.closing:
             return
-        if self._queue:
-            self._start(self._queue.pop(0))
-        else:
-            self.resume_reading()
-            self._arm()
+        self._arm()
+        if not self._queue:
+            self._resume_head()
+            return
+        request = self._queue.pop(0)
+        if not self._queue and self._error is None:
+            self._resume_head()
+        try:
+            self._start(request)
+        except Exception:
+            request.crashed()
+
+    def _resume_head(self) -> None:
+        if self._head_since:
+            self._head_since = self.loop.time()
+        self.resume_reading()
 
     def refuse(self, error: FleetgateError) -> None:
         """Answer with an error when it is its turn, and read nothing more."""
         arriving, self._arriving = self._arriving, None
-        if self._active is None or (self._active is arriving and not self._begun):
-            active, self._active = self._active, None
-            self._server.plane.stats.answered("other", error.status)
-            self.send_error(error, active)
-            self.close()
-            if active is not None:
-                active.client_gone()
-        elif self._active is arriving:
+        self._deaf = True
+        if self._active is None:
+            self._answer_nobody(error)
+        elif self._active is not arriving:
+            if arriving is not None:
+                # It is queued and will never be whole; nobody began it.
+                self._queue.remove(arriving)
+                arriving.client_gone()
+            self._error = error
+        elif self._begun:
             # Its answer has begun; the rest of its body is nonsense.
             self.cut(hard=True)
         else:
-            self._error = error
-            self.pause_reading()
+            arriving.refused(error)
+
+    def _answer_nobody(self, error: FleetgateError) -> None:
+        """An error about what never became a request."""
+        self._server.plane.stats.answered("other", error.status)
+        self.write(error_answer(error, close=True))
+        self.linger()
+
+    def send_error(self, error: FleetgateError, request: Inbound) -> None:
+        """A whole answer of the proxy's own, in the OpenAI error shape."""
+        extra: list[tuple[str, str]] = []
+        if isinstance(request, Exchange):
+            extra = [
+                ("X-Request-Id", request.request_id),
+                ("X-Fleetgate-Attempts", str(request.attempts)),
+                ("X-Fleetgate-Weight-Version", self._server.plane.version_header().decode("latin-1")),
+            ]
+            if request.engine is not None:
+                extra.append(("X-Fleetgate-Engine", request.engine.id))
+        close = not self.keeps_alive(request)
+        self.write(error_answer(error, close=close, bodyless=request.head.method == b"HEAD", extra=extra))
+
+    def cut(self, *, hard: bool = False) -> None:
+        """End the connection so that the answer cannot pass for a whole one.
+
+        Args:
+            hard: drop what is buffered; otherwise it gets a moment to leave first.
+        """
+        active = self._active
+        # An HTTP/1.0 answer ends with its connection: only a reset tells a cut from an end.
+        if hard or (active is not None and not active.head.http11):
+            self.reset()
+        else:
+            self.close()
+
+    def close_if_idle(self) -> None:
+        """The proxy stops: a connection without a request is closed, another one after its answer."""
+        if self._active is None:
+            self.close()
+
+    # WebSocket
 
     def _upgrade(self, rest: bytes) -> None:
         """The request asks for an upgrade.
@@ -362,14 +394,17 @@ class Front(asyncio.Protocol):
         request (CVE-2026-2833 in another proxy).
         """
         active = self._active
-        if active is not None and active.head.websocket:
+        if active is None or self._queue:
+            # It was answered already, or waits behind another request: then it is answered like any other.
+            self._deaf = True
+            if active is None:
+                self.linger()
+        elif active.head.websocket:
             self._tunnel_early = b""
             self._early(rest)
         else:
-            if active is not None:
-                active.head.keep_alive = False
-            self._closing = True
-            self.pause_reading()
+            active.head.keep_alive = False
+            self._deaf = True
 
     def _early(self, data: bytes) -> None:
         assert self._tunnel_early is not None
@@ -386,104 +421,13 @@ class Front(asyncio.Protocol):
             sink(early)
         self.resume_reading()
 
-    # Bytes to the client
-
-    def write(self, data: bytes) -> None:
-        """Write unless the connection is closing (uvloop raises there)."""
-        transport = self.transport
-        if transport is not None and not transport.is_closing():
-            transport.write(data)
-
-    def send_error(self, error: FleetgateError, request: Inbound | None) -> None:
-        """A whole answer of the proxy's own, in the OpenAI error shape."""
-        body = error.body()
-        close = request is None or not self.keeps_alive(request)
-        lines = [f"HTTP/1.1 {error.status} {_REASONS.get(error.status, 'Error')}"]
-        lines += [f"{name}: {value}" for name, value in error.headers()]
-        if isinstance(request, Exchange):
-            lines.append(f"X-Request-Id: {request.request_id}")
-            lines.append(f"X-Fleetgate-Attempts: {request.attempts}")
-            lines.append(f"X-Fleetgate-Weight-Version: {self._server.plane.version_header().decode('latin-1')}")
-            if request.engine is not None:
-                lines.append(f"X-Fleetgate-Engine: {request.engine.id}")
-        lines.append(f"Content-Length: {len(body)}")
-        if close:
-            lines.append("Connection: close")
-        head = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n\r\n"
-        is_head = request is not None and request.head.method == b"HEAD"
-        self.write(head if is_head else head + body)
-
-    def cut(self, *, hard: bool = False) -> None:
-        """End the connection so that the answer cannot pass for a whole one.
-
-        Args:
-            hard: drop what is buffered; otherwise it gets a moment to leave first.
-        """
-        self._closing = True
-        transport = self.transport
-        if transport is None:
-            return
-        active = self._active
-        if hard or (active is not None and not active.head.http11):
-            # An HTTP/1.0 answer ends with its connection: only a reset tells a cut from an end.
-            sock = transport.get_extra_info("socket")
-            if sock is not None:
-                with contextlib.suppress(OSError):
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            transport.abort()
-            return
-        transport.close()
-        self._cut_timer = self.loop.call_later(CUT_FLUSH, transport.abort)
-
-    def close(self) -> None:
-        """Close after what is buffered has left."""
-        self._closing = True
-        if self.transport is not None:
-            self.transport.close()
-            if self._cut_timer is None:
-                limit = self._server.plane.settings.stalled_client_timeout
-                self._cut_timer = self.loop.call_later(limit, self.transport.abort)
-
-    def close_if_idle(self) -> None:
-        """The proxy stops: a connection without a request is closed, another one after its answer."""
-        if self._active is None:
-            self.close()
-
     # Reading
 
-    def pause_reading(self) -> None:
-        """Leave the client's bytes in the socket."""
-        if not self._paused and self.transport is not None:
-            self._paused = True
-            with contextlib.suppress(RuntimeError):
-                self.transport.pause_reading()
-            self._server.reading_paused(self)
-
     def resume_reading(self) -> None:
-        """Go on reading."""
-        if self._paused and self.transport is not None:
-            self._paused = False
+        """Go on reading; the time until now is not the client's."""
+        if self.reading_paused:
             self._last_read = self.loop.time()
-            with contextlib.suppress(RuntimeError):
-                self.transport.resume_reading()
-            self._server.reading_resumed(self)
-
-    def peer_closed(self) -> bool:
-        """Whether the client closed its side, asked of the kernel: while reading is paused the loop does not say."""
-        transport = self.transport
-        sock = transport.get_extra_info("socket") if transport is not None else None
-        if sock is None:
-            return False
-        try:
-            state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        except OSError:
-            return False
-        return state not in _OPEN_STATES
-
-    def abort(self) -> None:
-        """Drop the connection."""
-        if self.transport is not None:
-            self.transport.abort()
+        super().resume_reading()
 
     # Slow clients
 
@@ -494,20 +438,21 @@ class Front(asyncio.Protocol):
     def _tick(self) -> None:
         """Judge the waiting states by their limits. A connection whose answer is under way has no timer."""
         self._timer = None
-        if self.transport is None or self._closing:
+        if self.transport is None or self.closing:
             return
         settings = self._server.plane.settings
         now = self.loop.time()
         if self._head_since:
-            if now - self._head_since >= settings.header_timeout:
+            if now - self._head_since >= settings.header_timeout and not self.reading_paused:
                 self.refuse(SlowClient(f"the request head did not arrive within {settings.header_timeout:g} s"))
                 return
         elif self._arriving is not None:
-            if not self._paused and now - self._last_read >= settings.body_timeout:
+            if not self.reading_paused and now - self._last_read >= settings.body_timeout:
                 arriving, self._arriving = self._arriving, None
                 if arriving is self._active:
                     arriving.client_slow()
-                self._closing = True
+                else:
+                    self.close()
                 return
         elif self._active is not None or self._tunnel is not None:
             return
@@ -515,28 +460,3 @@ class Front(asyncio.Protocol):
             self.close()
             return
         self._arm()
-
-
-_OPEN_STATES = frozenset({1, 2, 3})
-"""TCP_ESTABLISHED, TCP_SYN_SENT, TCP_SYN_RECV of the kernel's ``tcp_states.h``."""
-
-_REASONS = {
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    409: "Conflict",
-    413: "Content Too Large",
-    414: "URI Too Long",
-    417: "Expectation Failed",
-    424: "Failed Dependency",
-    431: "Request Header Fields Too Large",
-    501: "Not Implemented",
-    502: "Bad Gateway",
-    503: "Service Unavailable",
-    504: "Gateway Timeout",
-    505: "HTTP Version Not Supported",
-    508: "Loop Detected",
-}

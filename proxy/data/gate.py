@@ -2,14 +2,19 @@
 
 A request waits for one of two things: that the gate opens, or that an engine becomes eligible. Both are announced by
 `pump`; nothing here polls. Everything is synchronous: a held request is an object in a queue with one timer.
+
+There are two queues. New requests join the end of the first. One that was let go before and came back (an engine
+refused it) is older than all of those, because nobody passes while somebody waits; such requests wait in the second,
+by age, and go first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_left, insort
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
 
 from proxy.errors import FleetgateError, HoldQueueFull, HoldTimeout
@@ -20,9 +25,16 @@ PUMP_BATCH = 64
 """Held requests let go per turn of the loop, so that a release of thousands does not starve running streams."""
 
 
+RETRY_AFTER = 5
+"""Seconds for Retry-After: a pause usually lasts seconds, so a short wait, yet too long to storm."""
+_ABSENT = object()
+
+
 class Waiter(Protocol):
     """A request that can be held."""
 
+    order: int
+    """Its place among all requests, by arrival; unique."""
     held_bytes: int
     """Bytes of body that it keeps in memory."""
     hold_timer: asyncio.TimerHandle | None
@@ -36,6 +48,13 @@ class Waiter(Protocol):
 
     def refused(self, error: FleetgateError) -> None:
         """It cannot be held (any longer)."""
+
+    def crashed(self) -> None:
+        """`admitted` raised; called inside the handler. The request must end now. Must not raise."""
+
+
+def _order(waiter: Waiter) -> int:
+    return waiter.order
 
 
 class Gate:
@@ -52,7 +71,8 @@ class Gate:
         self._max_bytes = max_bytes
         self._can_pass = can_pass
         # A dict keeps insertion order and lets a waiter leave from the middle at once.
-        self._queue: dict[Waiter, None] = {}
+        self._queue: dict[Waiter, object] = {}
+        self._returned: list[Waiter] = []
         self._pumping: asyncio.Handle | None = None
         self.held_bytes = 0
         self.closed = False
@@ -64,12 +84,12 @@ class Gate:
         """Called with the new value of `closed`."""
 
     def __repr__(self) -> str:
-        return f"<Gate {'closed by ' + self.closed_by if self.closed else 'open'} held={len(self._queue)}>"
+        return f"<Gate {'closed by ' + self.closed_by if self.closed else 'open'} held={self.held}>"
 
     @property
     def held(self) -> int:
         """Requests held now."""
-        return len(self._queue)
+        return len(self._queue) + len(self._returned)
 
     def close(self, by: str) -> None:
         """Hold every new generation request from now on. Closing twice keeps the first time and the last name."""
@@ -88,7 +108,7 @@ class Gate:
             return
         self.closed = False
         seconds = asyncio.get_running_loop().time() - self.closed_since
-        _log.info("gate opened after %.3f s, %d requests held", seconds, len(self._queue))
+        _log.info("gate opened after %.3f s, %d requests held", seconds, self.held)
         self.closed_by = ""
         if self.on_change is not None:
             self.on_change(False)
@@ -96,14 +116,15 @@ class Gate:
 
     def must_wait(self) -> bool:
         """Whether a new request has to be held: gate closed, nobody to take it, or others are waiting before it."""
-        return self.closed or bool(self._queue) or not self._can_pass()
+        return self.closed or bool(self._queue) or bool(self._returned) or not self._can_pass()
 
     def hold(self, waiter: Waiter, *, front: bool = False) -> None:
         """Hold a request until `pump` lets it go; past a limit it is refused at once.
 
         Args:
             waiter: the request.
-            front: it was let go before and came back (an engine refused it): it keeps its place before newer ones.
+            front: it was let go before and came back: it keeps its place before newer ones, and the limits by number
+                and bytes do not count against it, so that a newer request never costs an older one its place.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -113,17 +134,19 @@ class Gate:
         if remaining <= 0:
             self._refuse(waiter, self._timeout_error(waiter))
             return
-        if len(self._queue) >= self._max_requests:
-            message = f"{self._max_requests} requests are held already while {self._why()}; try again later"
-            self._refuse(waiter, HoldQueueFull(message, retry_after=self._retry_after()))
-            return
-        if self.held_bytes + waiter.held_bytes > self._max_bytes:
-            message = f"{self._max_bytes} bytes of requests are held already while {self._why()}; try again later"
-            self._refuse(waiter, HoldQueueFull(message, retry_after=self._retry_after()))
-            return
+        if not front:
+            full = ""
+            if self.held >= self._max_requests:
+                full = f"{self._max_requests} requests"
+            elif self.held_bytes + waiter.held_bytes > self._max_bytes:
+                full = f"{self._max_bytes} bytes of requests"
+            if full:
+                message = f"{full} are held already while {self._why()}; try again later"
+                self._refuse(waiter, HoldQueueFull(message, retry_after=RETRY_AFTER))
+                return
         waiter.hold_timer = loop.call_later(remaining, self._expire, waiter)
-        if front and self._queue:
-            self._queue = {waiter: None, **self._queue}
+        if front:
+            insort(self._returned, waiter, key=_order)
         else:
             self._queue[waiter] = None
         self.held_bytes += waiter.held_bytes
@@ -131,9 +154,20 @@ class Gate:
         if not self.closed:
             self.pump()
 
+    def _holds(self, waiter: Waiter) -> bool:
+        return waiter in self._queue or self._place(waiter) >= 0
+
+    def _place(self, waiter: Waiter) -> int:
+        """Index among the returned ones, or -1."""
+        if not self._returned:
+            return -1
+        place = bisect_left(self._returned, waiter.order, key=_order)
+        found = place < len(self._returned) and self._returned[place] is waiter
+        return place if found else -1
+
     def leave(self, waiter: Waiter) -> bool:
         """Forget a held request whose client went away; False if it was not held."""
-        if waiter not in self._queue:
+        if not self._holds(waiter):
             return False
         self._take(waiter)
         self._ended(waiter, "gone")
@@ -141,24 +175,29 @@ class Gate:
 
     def pump(self) -> None:
         """Let held requests go if they can, a batch now and the rest in the loop's next turns."""
-        if self._pumping is None and self._queue and not self.closed:
+        if self._pumping is None and not self.closed and (self._queue or self._returned):
             self._pumping = asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
         self._pumping = None
-        for waiter in list(islice(self._queue, PUMP_BATCH)):
+        for waiter in list(islice(chain(self._returned, self._queue), PUMP_BATCH)):
             if self.closed or not self._can_pass():
                 return
-            if waiter not in self._queue:
+            if not self._holds(waiter):
                 continue
             self._take(waiter)
             self._ended(waiter, "sent")
-            if not waiter.admitted():
-                return
+            try:
+                if not waiter.admitted():
+                    return
+            except Exception:
+                # One request that cannot go on must not keep those behind it.
+                waiter.crashed()
         self.pump()
 
     def _take(self, waiter: Waiter) -> None:
-        del self._queue[waiter]
+        if self._queue.pop(waiter, _ABSENT) is _ABSENT:
+            del self._returned[self._place(waiter)]
         self.held_bytes -= waiter.held_bytes
         if waiter.hold_timer is not None:
             waiter.hold_timer.cancel()
@@ -179,11 +218,7 @@ class Gate:
 
     def _timeout_error(self, waiter: Waiter) -> HoldTimeout:
         message = f"held for {waiter.hold_limit:g} s while {self._why()}; try again later"
-        return HoldTimeout(message, retry_after=self._retry_after())
+        return HoldTimeout(message, retry_after=RETRY_AFTER)
 
     def _why(self) -> str:
         return f"generation is paused by {self.closed_by}" if self.closed else "no engine could take it"
-
-    def _retry_after(self) -> int:
-        """Seconds for Retry-After: a pause usually lasts seconds, so ask for a short wait that cannot storm."""
-        return 5

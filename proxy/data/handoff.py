@@ -9,16 +9,19 @@ never sees ambiguous framing.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from proxy.core.framing import RequestHead
-from proxy.errors import BodyTooLarge, SlowClient
+from proxy.errors import BodyTooLarge, FleetgateError, SlowClient
 
 if TYPE_CHECKING:
     from proxy.data.front import Front
+
+_log = logging.getLogger("fleetgate.handoff")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -143,9 +146,7 @@ class Handed:
             return
         self._size += len(data)
         if self._size > self._limit:
-            self._over = True
-            self._client.refuse(BodyTooLarge(f"the body of a control call is over {self._limit} bytes"))
-            return
+            raise BodyTooLarge(f"the body of a control call is over {self._limit} bytes")
         self._body.append(data)
 
     def body_end(self) -> None:
@@ -156,8 +157,20 @@ class Handed:
 
     def client_slow(self) -> None:
         """The body stopped coming."""
+        self.refused(SlowClient("the body of a control call did not arrive in time"))
+
+    def refused(self, error: FleetgateError) -> None:
+        """The rest of the request is refused; aiohttp never saw it."""
+        if not self._over:
+            self._over = True
+            self._client.send_error(error, self)
+            self._client.request_done(self)
+
+    def crashed(self) -> None:
+        """A bug: the client gets a cut, never silence."""
+        _log.exception("a call could not be handed over")
         self._over = True
-        self._client.refuse(SlowClient("the body of a control call did not arrive in time"))
+        self._client.abort()
 
     def client_writable(self, writable: bool) -> None:
         """Back-pressure goes on to aiohttp."""

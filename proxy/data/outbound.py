@@ -20,7 +20,7 @@ def field_lines(exchange: Exchange) -> bytes:
     parts: list[bytes] = []
     for name, value in head.fields:
         parts += (name, b": ", value, b"\r\n")
-    if head.request_id is None:
+    if not head.request_id:
         parts += (b"X-Request-Id: ", exchange.id_bytes, b"\r\n")
     if not head.authorization and plane.engine_authorization:
         parts.append(plane.engine_authorization)

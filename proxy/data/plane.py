@@ -79,7 +79,8 @@ class Tracker:
         """A request is over."""
         known = self._by_id.get(exchange.id_bytes)
         if isinstance(known, list):
-            known.remove(exchange)
+            if exchange in known:
+                known.remove(exchange)
             if len(known) == 1:
                 self._by_id[exchange.id_bytes] = known[0]
         elif known is exchange:
@@ -134,7 +135,7 @@ class DataPlane:
         # A pseudonym of this very process (RFC 9110 section 7.6.3) tells a loop from a chain of proxies.
         self.name = b"fleetgate-" + os.urandom(4).hex().encode("ascii")
         self._id_prefix = b"fg-" + os.urandom(5).hex().encode("ascii") + b"-"
-        self._id_count = 0
+        self._order = 0
         self._watch = watch
         self._trusted = [ipaddress.ip_network(item) for item in settings.trusted_proxies]
         self._trust: dict[str, bool] = {}
@@ -150,10 +151,14 @@ class DataPlane:
     def watch(self, watch: EngineWatch) -> None:
         self._watch = watch
 
-    def new_id(self) -> bytes:
+    def next_order(self) -> int:
+        """The place of a new request among all requests."""
+        self._order += 1
+        return self._order
+
+    def new_id(self, order: int) -> bytes:
         """A request id that no other process makes."""
-        self._id_count += 1
-        return self._id_prefix + b"%x" % self._id_count
+        return self._id_prefix + b"%x" % order
 
     def can_pass(self) -> bool:
         """Whether an engine could take a generation request now."""

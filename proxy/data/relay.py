@@ -28,11 +28,12 @@ class Relay:
 
     Attributes:
         stream: the answer is an event stream.
+        begun: the head of an answer was written.
         pinging: its head went out early, with the first ping to a held stream.
         bytes_out: bytes of body written.
     """
 
-    __slots__ = ("_chunked", "_delimited", "_exchange", "_tail", "bytes_out", "pinging", "stream")
+    __slots__ = ("_chunked", "_delimited", "_exchange", "_tail", "begun", "bytes_out", "pinging", "stream")
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -40,6 +41,7 @@ class Relay:
         self._delimited = True
         self._tail = b""
         self.stream = False
+        self.begun = False
         self.pinging = False
         self.bytes_out = 0
 
@@ -53,7 +55,7 @@ class Relay:
             return
         fields, has_id = answers.end_to_end(head.headers)
         if head.length is not None and not head.chunked:
-            if not (no_body and head.length == 0):
+            if head.status != 204 and not (no_body and head.length == 0):
                 fields.append((b"Content-Length", b"%d" % head.length))
         elif not no_body:
             self._chunked = request.http11
@@ -99,6 +101,7 @@ class Relay:
         if status != 101 and not client.keeps_alive(exchange):
             parts.append(b"Connection: close\r\n")
         parts.append(b"\r\n")
+        self.begun = True
         client.answer_begun()
         plane.stats.first_byte_seconds.observe(client.loop.time() - exchange.started)
         client.write(b"".join(parts))
@@ -135,7 +138,8 @@ class Relay:
     def cut(self, message: str, *, code: str, status: int) -> None:
         """The answer broke off: say so in the stream's own protocol where one has begun, then cut the connection."""
         exchange = self._exchange
-        if not (self.stream and self.bytes_out):
+        if not self.stream or not (self._chunked or not self._delimited):
+            # JSON, or a stream of a stated length, which more bytes could make look complete.
             exchange.client.cut(hard=True)
             return
         event = routes.error_event(

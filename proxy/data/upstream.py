@@ -1,369 +1,23 @@
-"""Connections to one engine: open, reuse, one exchange at a time, bytes in and out.
+"""The connections to one engine: opened, kept idle for a moment, reused, closed.
 
 aiohttp's client is not used on this way: it re-sends GETs silently, takes bytes that arrive on an idle connection for
-the next answer, and costs more than the rest of the proxy (docs/adr). Framing is parsed by llhttp (`httptools`).
-
-This is the seam at which foreign exceptions become a `Failure`.
+the next answer, and costs more than the rest of the proxy (docs/adr/0002).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import select
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
 from urllib.parse import urlsplit
 
-import httptools
-
 from proxy.core.failures import Failure, Kind
+from proxy.data.connection import Connection, Head
 
-Headers = list[tuple[bytes, bytes]]
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The head of an engine's answer.
-
-    Attributes:
-        status: HTTP status code, never an interim 1xx other than 101.
-        reason: reason phrase as sent.
-        headers: fields in order and case as sent.
-        length: value of Content-Length, or None.
-        chunked: the body ends with a zero chunk.
-        keep_alive: the engine keeps the connection.
-    """
-
-    status: int
-    reason: bytes
-    headers: Headers
-    length: int | None
-    chunked: bool
-    keep_alive: bool
-
-    def get(self, name: bytes) -> bytes | None:
-        """The first field of this (lower-case) name."""
-        for key, value in self.headers:
-            if key.lower() == name:
-                return value
-        return None
-
-
-class Receiver(Protocol):
-    """Who gets the answer of one exchange. None of these may raise."""
-
-    def on_head(self, head: Head) -> None:
-        """The head is complete. Called once, before any data."""
-
-    def on_data(self, data: bytes) -> None:
-        """A piece of the body, without framing."""
-
-    def on_end(self) -> None:
-        """The answer is whole."""
-
-    def on_failure(self, failure: Failure) -> None:
-        """The exchange is over and its answer is not whole. Nothing follows."""
-
-    def on_writable(self, writable: bool) -> None:
-        """The engine takes (no) more of the request body for now."""
-
-
-class Connection(asyncio.Protocol):
-    """One connection to an engine. Either idle in the pool, or busy with one `Receiver`."""
-
-    __slots__ = (
-        "_body",
-        "_bodyless",
-        "_complete",
-        "_dirty",
-        "_fields",
-        "_head",
-        "_head_bytes",
-        "_head_done",
-        "_parser",
-        "_poller",
-        "_reason",
-        "closed",
-        "idle_since",
-        "receiver",
-        "reused",
-        "transport",
-        "tunnel",
-        "upstream",
-    )
-
-    def __init__(self, upstream: Upstream) -> None:
-        self.upstream = upstream
-        self.transport: asyncio.Transport | None = None
-        self.receiver: Receiver | None = None
-        self.reused = False
-        self.closed = False
-        self.idle_since = 0.0
-        self.tunnel: Callable[[bytes], None] | None = None
-        self._poller: select.poll | None = None
-        self._parser = httptools.HttpResponseParser(self)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._fields: Headers = []
-        self._reason = b""
-        self._body: list[bytes] = []
-        self._head: Head | None = None
-        self._head_bytes = 0
-        self._head_done = False
-        self._complete = False
-        self._dirty = False
-        self._bodyless = False
-
-    # The loop's side
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the transport and a poller that tells whether an idle connection holds bytes."""
-        # uvloop's transports have the interface of asyncio.Transport without being one.
-        self.transport = cast("asyncio.Transport", transport)
-        self.upstream.connections.add(self)
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            self._poller = select.poll()
-            self._poller.register(sock.fileno(), select.POLLIN | select.POLLHUP | select.POLLERR)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the receiver what that means for its exchange."""
-        self.closed = True
-        self.transport = None
-        self.upstream.forget(self)
-        if self.tunnel is not None:
-            tunnel, self.tunnel = self.tunnel, None
-            tunnel(b"")
-            return
-        receiver, self.receiver = self.receiver, None
-        if receiver is None:
-            return
-        self.upstream.lost_busy(self)
-        receiver.on_failure(self._why_lost(exc))
-
-    def _why_lost(self, exc: Exception | None) -> Failure:
-        detail = f"{type(exc).__name__}: {exc}" if exc is not None else "the engine closed the connection"
-        if self._head is not None:
-            return Failure(Kind.CUT, f"{detail} inside its answer")
-        if self._head_bytes:
-            return Failure(Kind.CUT, f"{detail} inside the head of its answer")
-        if self.reused:
-            return Failure(Kind.STALE, f"{detail} (a reused connection, no answer byte)")
-        return Failure(Kind.LOST, f"{detail} before any answer byte")
-
-    def eof_received(self) -> bool:
-        """An answer that is delimited by the end of the connection ends here (RFC 9112 section 6.3)."""
-        head = self._head
-        if head is not None and self.receiver is not None and head.length is None and not head.chunked:
-            self._complete = True
-            self._dirty = True
-            self._deliver()
-        return False
-
-    def pause_writing(self) -> None:
-        """The engine reads slower than the client sends."""
-        if self.receiver is not None:
-            self.receiver.on_writable(False)
-
-    def resume_writing(self) -> None:
-        """The engine caught up."""
-        if self.receiver is not None:
-            self.receiver.on_writable(True)
-
-    def data_received(self, data: bytes) -> None:
-        """Parse, then deliver what this read brought in one go."""
-        if self.tunnel is not None:
-            self.tunnel(data)
-            return
-        if self.receiver is None:
-            # Nobody asked: these bytes must never become the next request's answer.
-            self.abort()
-            return
-        if not self._head_done:
-            self._head_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._switch(data[upgrade.args[0] :])
-            return
-        except httptools.HttpParserError as error:
-            if self._complete:
-                self._dirty = True
-            else:
-                self._fail(Failure(Kind.BROKEN, f"not a valid HTTP answer: {error}"))
-                return
-        if not self._head_done and self._head_bytes > self.upstream.header_limit:
-            self._fail(Failure(Kind.BROKEN, f"the head of the answer is over {self.upstream.header_limit} bytes"))
-            return
-        self._deliver()
-
-    # httptools' side
-
-    def on_message_begin(self) -> None:
-        """A message that begins after ours is complete was not asked for."""
-        if self._complete:
-            self._dirty = True
-
-    def on_status(self, status: bytes) -> None:
-        """Reason phrase, maybe in pieces."""
-        self._reason += status
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One field; fields after the body are trailers, which are dropped (RFC 9110 section 6.5.1)."""
-        if not self._head_done and not self._complete:
-            self._fields.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        """Build the head, unless it is interim."""
-        if self._complete:
-            return
-        status = self._parser.get_status_code()
-        if 100 <= status < 200 and status != 101:
-            return
-        self._head_done = True
-        length: int | None = None
-        chunked = False
-        for name, value in self._fields:
-            size = len(name)
-            if size == 14 and name.lower() == b"content-length":
-                length = int(value)
-            elif size == 17 and name.lower() == b"transfer-encoding":
-                chunked = value.lower().endswith(b"chunked")
-        bodyless = self._bodyless or status in (204, 304)
-        if bodyless:
-            length = 0 if length is None else length
-        self._head = Head(status, self._reason, self._fields, length, chunked, self._parser.should_keep_alive())
-        if self._bodyless and (length or chunked):
-            # llhttp cannot be told that an answer to HEAD has no body; this connection ends with it.
-            self._complete = True
-            self._dirty = True
-
-    def on_body(self, data: bytes) -> None:
-        """A piece of the body."""
-        if not self._complete:
-            self._body.append(data)
-
-    def on_message_complete(self) -> None:
-        """The end, unless it was an interim answer."""
-        if self._head_done:
-            self._complete = True
-        else:
-            self._fields = []
-            self._reason = b""
-
-    # Our side
-
-    def _deliver(self) -> None:
-        receiver = self.receiver
-        if receiver is None:
-            return
-        head = self._head
-        if head is not None and self._head_bytes > 0:
-            self._head_bytes = -1
-            receiver.on_head(head)
-        if self._body and self.receiver is receiver:
-            parts = self._body
-            self._body = []
-            receiver.on_data(parts[0] if len(parts) == 1 else b"".join(parts))
-        if self._complete and self.receiver is receiver:
-            self.receiver = None
-            self._release()
-            receiver.on_end()
-
-    def _release(self) -> None:
-        head = self._head
-        if self._dirty or head is None or not head.keep_alive or self.closed:
-            self.close()
-        else:
-            self._reset()
-            self.upstream.put_idle(self)
-
-    def _fail(self, failure: Failure) -> None:
-        receiver, self.receiver = self.receiver, None
-        self.abort()
-        if receiver is not None:
-            receiver.on_failure(failure)
-
-    def _switch(self, rest: bytes) -> None:
-        """101: from here on bytes are the other protocol's. The receiver sets `tunnel` inside `on_head`."""
-        receiver = self.receiver
-        if receiver is not None and self._head is not None:
-            self._head_bytes = -1
-            receiver.on_head(self._head)
-        if self.tunnel is None:
-            self.abort()
-        elif rest:
-            self.tunnel(rest)
-
-    def send(self, receiver: Receiver, data: bytes, *, bodyless_answer: bool = False) -> None:
-        """Begin an exchange: write the head (and as much of the body as is there) and wait for the answer.
-
-        Args:
-            receiver: gets the answer.
-            data: bytes to write.
-            bodyless_answer: the request is a HEAD.
-        """
-        assert self.receiver is None
-        self.receiver = receiver
-        self._bodyless = bodyless_answer
-        transport = self.transport
-        if transport is None or transport.is_closing():
-            # Dead between the check and now: a fresh look at the loop's next turn keeps callers simple.
-            self.receiver = None
-            kind = Kind.STALE if self.reused else Kind.LOST
-            asyncio.get_running_loop().call_soon(receiver.on_failure, Failure(kind, "the connection was closing"))
-            return
-        transport.write(data)
-
-    def write(self, data: bytes) -> None:
-        """More of the request body."""
-        transport = self.transport
-        if transport is not None and not transport.is_closing():
-            transport.write(data)
-
-    def pause_reading(self) -> None:
-        """Take no more of the answer for now (the client is slow)."""
-        if self.transport is not None:
-            with contextlib.suppress(RuntimeError):
-                self.transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        """Go on taking the answer."""
-        if self.transport is not None:
-            with contextlib.suppress(RuntimeError):
-                self.transport.resume_reading()
-
-    def detach(self) -> None:
-        """The receiver wants nothing more: end the exchange and the connection, which aborts it in vLLM."""
-        self.receiver = None
-        self.abort()
-
-    def usable(self, now: float) -> bool:
-        """Whether an idle connection may carry another request: open, young enough and silent.
-
-        Bytes or an end of stream on an idle connection mean that it is dead or poisoned, even if the loop has not
-        told us yet.
-        """
-        if self.closed or self.transport is None or self.transport.is_closing():
-            return False
-        if now - self.idle_since > self.upstream.idle_limit:
-            return False
-        return self._poller is None or not self._poller.poll(0)
-
-    def close(self) -> None:
-        """Close after what is buffered has been written."""
-        if self.transport is not None:
-            self.transport.close()
-
-    def abort(self) -> None:
-        """Close at once."""
-        if self.transport is not None:
-            self.transport.abort()
+__all__ = ["Answer", "ConnectFailedError", "Connection", "FetchError", "Head", "Upstream"]
 
 
 class Upstream:
@@ -463,8 +117,9 @@ class Upstream:
         except TimeoutError:
             detail = f"no connection to {self.url} within {self.connect_timeout:g} s"
             raise ConnectFailedError(Failure(Kind.CONNECT, detail)) from None
-        except (OSError, ssl.SSLError) as error:
-            detail = f"no connection to {self.url}: {error.strerror or error}"
+        except (OSError, ValueError) as error:
+            # ValueError: a host name that cannot be encoded. ssl.SSLError is an OSError.
+            detail = f"no connection to {self.url}: {getattr(error, 'strerror', None) or error}"
             raise ConnectFailedError(Failure(Kind.CONNECT, detail)) from None
         return connection
 
@@ -609,3 +264,6 @@ class _Collector:
 
     def on_writable(self, writable: bool) -> None:
         """The whole body was given to the transport at once."""
+
+    def on_crash(self) -> None:
+        self.on_failure(Failure(Kind.BROKEN, "the answer could not be taken"))

@@ -1,0 +1,407 @@
+"""One attempt of a request at one engine: connect, send, look at the answer before any of it goes to the client.
+
+    CONNECTING -> WAITING -> PEEKING / COLLECTING -> JUDGING -> RELAYING / TUNNEL -> OVER
+
+An attempt either comes to relay the engine's answer, or it reports one `Failure` to its exchange, which decides what
+happens next. It takes a slot at the engine when it is made and gives it back in `end`, which every way out passes.
+
+No task runs for an attempt unless something has to be waited for that the loop has no event for: a new connection, or
+a look at an engine that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import IntEnum, auto
+from typing import TYPE_CHECKING
+
+from proxy.core.failures import Failure, Kind
+from proxy.core.sse import EngineError, FirstEvent, Verdict, read_error
+from proxy.data import outbound
+from proxy.data.upstream import ConnectFailedError, Connection, Head
+from proxy.tasks import spawn
+
+if TYPE_CHECKING:
+    from proxy.data.exchange import Exchange
+    from proxy.fleet.engine import Engine
+
+
+class Stage(IntEnum):
+    """How far an attempt is."""
+
+    CONNECTING = auto()
+    WAITING = auto()
+    """Sent; no head of an answer yet."""
+    PEEKING = auto()
+    """A stream has begun; its first event is not whole yet."""
+    COLLECTING = auto()
+    """An error answer is being gathered."""
+    JUDGING = auto()
+    """The engine is being looked at to find out what its error means."""
+    RELAYING = auto()
+    """The answer goes to the client as it comes."""
+    TUNNEL = auto()
+    OVER = auto()
+
+
+class Attempt:
+    """One try at one engine. The interface towards the connection is `proxy.data.connection.Receiver`.
+
+    Args:
+        exchange: the request.
+        engine: where it goes; a slot is taken there at once.
+    """
+
+    __slots__ = (
+        "_broken",
+        "_ended",
+        "_pending",
+        "_pending_size",
+        "_stream",
+        "_task",
+        "_timer",
+        "conn",
+        "engine",
+        "exchange",
+        "head",
+        "heard",
+        "peek",
+        "stage",
+        "uploading",
+    )
+
+    def __init__(self, exchange: Exchange, engine: Engine) -> None:
+        self.exchange = exchange
+        self.engine = engine
+        self.stage = Stage.CONNECTING
+        self.conn: Connection | None = None
+        self.head: Head | None = None
+        self.peek: FirstEvent | None = None
+        self.uploading = False
+        self.heard = 0.0
+        self._stream = False
+        self._pending: list[bytes] = []
+        self._pending_size = 0
+        self._ended = False
+        self._broken: Failure | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        engine.inflight += 1
+
+    def __repr__(self) -> str:
+        return f"<Attempt {self.engine.id} {self.stage.name}>"
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the engine gave an answer that could go to the client."""
+        return self.head is not None and bool(self._pending)
+
+    # Towards the engine
+
+    def start(self, now: float, *, fresh: bool) -> None:
+        """Send on an idle connection, or open one.
+
+        Args:
+            now: loop time.
+            fresh: never take an idle connection: the last one was stale, or the body can be sent only once.
+        """
+        connection = None if fresh else self.engine.upstream.take_idle(now)
+        if connection is None:
+            self._task = spawn(self._connect(), name="connect")
+        else:
+            self._send(connection)
+
+    async def _connect(self) -> None:
+        engine = self.engine
+        exchange = self.exchange
+        try:
+            connection = await engine.upstream.connect()
+            self._task = None
+            if self.stage is not Stage.CONNECTING:
+                connection.abort()
+            elif exchange.may_send_to(engine):
+                self._send(connection)
+            else:
+                # The gate closed or the engine left while the connection was made; nothing was sent yet.
+                engine.upstream.put_idle(connection)
+                exchange.withdrawn()
+        except ConnectFailedError as error:
+            self._task = None
+            exchange.plane.watch.suspect(engine, error.failure.detail)
+            self._failed(error.failure)
+        except Exception:
+            exchange.crashed()
+
+    def _send(self, connection: Connection) -> None:
+        exchange = self.exchange
+        self.stage = Stage.WAITING
+        self.conn = connection
+        if not exchange.lines:
+            exchange.lines = outbound.field_lines(exchange)
+        exchange.version = exchange.plane.version_header()
+        data = outbound.request_head(exchange, self.engine.upstream)
+        if exchange.body_done:
+            data += b"".join(exchange.body)
+        else:
+            self.uploading = True
+            first = b"".join(exchange.body)
+            if first:
+                data += outbound.chunk(first) if exchange.head.chunked else first
+        if not exchange.replayable:
+            exchange.body = []
+            exchange.sent = True
+        connection.send(self, data, bodyless_answer=exchange.head.method == b"HEAD", open_body=self.uploading)
+        settings = exchange.plane.settings
+        if settings.first_byte_timeout:
+            self._timer = exchange.client.loop.call_later(settings.first_byte_timeout, self._silent)
+        if self.uploading:
+            exchange.client.resume_reading()
+
+    def upload(self, data: bytes) -> None:
+        """A further piece of a body that is too big to be kept."""
+        if self.conn is not None:
+            self.conn.write(outbound.chunk(data) if self.exchange.head.chunked else data)
+
+    def upload_end(self) -> None:
+        """The body is whole."""
+        if self.conn is not None:
+            if self.exchange.head.chunked:
+                self.conn.write(b"0\r\n\r\n")
+            self.conn.request_open = False
+
+    def _silent(self) -> None:
+        """A limit on the engine's silence struck: to its first byte, or between two bytes."""
+        self._timer = None
+        exchange = self.exchange
+        if self.stage is Stage.WAITING:
+            limit = exchange.plane.settings.first_byte_timeout
+            failure = Failure(Kind.TIMEOUT, f"no answer byte within {limit:g} s")
+        else:
+            limit = exchange.plane.settings.read_timeout
+            left = self.heard + limit - exchange.client.loop.time()
+            if exchange.plane.gate.closed or self.conn is None or not exchange.client.taking:
+                # Frozen by a pause, or held back by its own client: that silence is not the engine's.
+                left = limit
+            if left > 0:
+                self._timer = exchange.client.loop.call_later(left, self._silent)
+                return
+            failure = Failure(Kind.CUT, f"no further answer byte within {limit:g} s")
+        self._release_connection()
+        try:
+            self.on_failure(failure)
+        except Exception:
+            exchange.crashed()
+
+    # From the engine
+
+    def on_head(self, head: Head) -> None:
+        """The head of the engine's answer."""
+        self.head = head
+        exchange = self.exchange
+        plane = exchange.plane
+        engine = self.engine
+        self._cancel_timer()
+        self.heard = engine.last_byte = exchange.client.loop.time()
+        plane.stats.engine_answered(engine.id, head.status)
+        if head.status == 101:
+            self._switch(head)
+            return
+        kind = head.get(b"content-type")
+        self._stream = kind is not None and kind[:17].lower() == b"text/event-stream"
+        if plane.settings.read_timeout:
+            self._timer = exchange.client.loop.call_later(plane.settings.read_timeout, self._silent)
+        if exchange.generation:
+            if head.status == 200 and self._stream:
+                self.peek = FirstEvent(plane.settings.peek_limit)
+                self.stage = Stage.PEEKING
+                return
+            if head.status in (500, 503, 529):
+                self.stage = Stage.COLLECTING
+                return
+        self._relay_head(head)
+
+    def on_data(self, data: bytes) -> None:
+        """A piece of the engine's answer."""
+        exchange = self.exchange
+        self.heard = self.engine.last_byte = exchange.client.loop.time()
+        stage = self.stage
+        if stage is Stage.RELAYING:
+            exchange.relay.data(data)
+        elif stage is Stage.PEEKING:
+            peek = self.peek
+            assert peek is not None
+            verdict = peek.feed(data)
+            if verdict is not Verdict.MORE:
+                self._peeked(peek, verdict)
+        elif stage in (Stage.COLLECTING, Stage.JUDGING):
+            self._pending.append(data)
+            self._pending_size += len(data)
+            if stage is Stage.COLLECTING and self._pending_size > exchange.plane.settings.peek_limit:
+                self.relay()
+
+    def _peeked(self, peek: FirstEvent, verdict: Verdict) -> None:
+        self._pending = [peek.held]
+        if verdict is Verdict.ERROR and peek.error is not None and peek.error.kind is not None:
+            self._engine_error(peek.error)
+        else:
+            self.relay()
+
+    def on_end(self) -> None:
+        """The engine's answer is whole."""
+        self._ended = True
+        self.conn = None
+        stage = self.stage
+        if stage is Stage.RELAYING:
+            self.exchange.finished()
+        elif stage is Stage.COLLECTING:
+            assert self.head is not None
+            error = read_error(b"".join(self._pending), status=self.head.status)
+            if error is not None and error.kind is not None:
+                self._engine_error(error)
+            else:
+                self.relay()
+        elif stage is Stage.PEEKING:
+            peek = self.peek
+            assert peek is not None
+            verdict = peek.finish()
+            if peek.held:
+                self._peeked(peek, verdict)
+            else:
+                self._failed(Failure(Kind.CUT, "the stream ended before its first event"))
+
+    def on_failure(self, failure: Failure) -> None:
+        """The engine's answer is not whole."""
+        self.conn = None
+        self._broken = failure
+        if self.stage in (Stage.RELAYING, Stage.TUNNEL):
+            self.exchange.broke_off(failure)
+        elif self.stage not in (Stage.JUDGING, Stage.OVER):
+            self._cancel_timer()
+            self._failed(failure)
+
+    def on_writable(self, writable: bool) -> None:
+        """The engine takes (no) more of the request body for now."""
+        if writable:
+            self.exchange.client.resume_reading()
+        else:
+            self.exchange.client.pause_reading()
+
+    def on_crash(self) -> None:
+        """An event could not be handled."""
+        self.exchange.crashed()
+
+    # Failures before the first byte to the client
+
+    def _engine_error(self, error: EngineError) -> None:
+        assert error.kind is not None
+        assert self.head is not None
+        asked = self.head.get(b"retry-after")
+        retry_after = float(asked) if asked is not None and asked.isdigit() else None
+        self._failed(Failure(error.kind, error.message or f"status {self.head.status}", retry_after))
+
+    def _failed(self, failure: Failure) -> None:
+        """Report at once, or look at the engine first."""
+        if failure.kind in (Kind.FAILED, Kind.CUT) and self.exchange.generation:
+            self.stage = Stage.JUDGING
+            if self.conn is not None:
+                # What follows an error event is not gathered without bound.
+                self.conn.pause_reading()
+            self._task = spawn(self._judge(failure), name="judge")
+        else:
+            self.exchange.failed(self, failure)
+
+    async def _judge(self, failure: Failure) -> None:
+        engine = self.engine
+        exchange = self.exchange
+        watch = exchange.plane.watch
+        paused = dead = False
+        try:
+            if failure.kind is Kind.CUT:
+                paused = exchange.plane.gate.closed or await watch.is_paused(engine)
+            if not paused:
+                dead = await watch.is_dead(engine)
+                if dead:
+                    watch.suspect(engine, failure.detail)
+            self._task = None
+            if self.stage is Stage.JUDGING:
+                exchange.failed(self, failure, dead=dead, paused=paused)
+        except Exception:
+            exchange.crashed()
+
+    # To the client
+
+    def relay(self) -> None:
+        """What was looked at belongs to the client: pass it on, and the rest as it comes."""
+        head = self.head
+        assert head is not None
+        pending = self._pending
+        self._pending = []
+        self.peek = None
+        self._relay_head(head)
+        for data in pending:
+            if self.stage is Stage.RELAYING:
+                self.exchange.relay.data(data)
+        if self.stage is not Stage.RELAYING:
+            return
+        if self._broken is not None:
+            self.exchange.broke_off(self._broken)
+        elif self._ended:
+            self.exchange.finished()
+        elif self.conn is not None and self.exchange.client.taking:
+            self.conn.resume_reading()
+
+    def _relay_head(self, head: Head) -> None:
+        self.stage = Stage.RELAYING
+        self.exchange.relay_begins(head, stream=self._stream)
+
+    def _switch(self, head: Head) -> None:
+        """101: bytes go both ways from here on. Only what the client asked for is tunnelled."""
+        connection = self.conn
+        upgrade = head.get(b"upgrade")
+        if connection is None or not self.exchange.head.websocket or (upgrade or b"").lower() != b"websocket":
+            self._failed(Failure(Kind.BROKEN, "the engine switched to a protocol that was not asked for"))
+            return
+        self.stage = Stage.TUNNEL
+        self.exchange.relay.switch(head)
+        connection.tunnel = self._from_engine
+        self.exchange.client.open_tunnel(connection.write)
+
+    def _from_engine(self, data: bytes) -> None:
+        if self.stage is not Stage.TUNNEL:
+            return
+        if data:
+            self.exchange.client.write(data)
+        else:
+            self.conn = None
+            self.exchange.tunnel_closed()
+
+    # The end
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _release_connection(self) -> None:
+        connection, self.conn = self.conn, None
+        if connection is None:
+            return
+        if self.stage is Stage.TUNNEL:
+            # What the client said last, a close frame maybe, still goes out.
+            connection.close()
+        else:
+            connection.detach()
+
+    def end(self) -> None:
+        """Every way out ends here: connection, task, timer and slot are given back, once."""
+        if self.stage is Stage.OVER:
+            return
+        self._release_connection()
+        self.stage = Stage.OVER
+        self._cancel_timer()
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self._pending = []
+        self.engine.inflight -= 1
+        self.exchange.slot_freed()
