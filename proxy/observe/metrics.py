@@ -1,12 +1,17 @@
-"""The page ``/metrics``: the proxy's own families, made when somebody scrapes."""
+"""The proxy's own metric families, made when somebody scrapes.
+
+Every family of the contract is on the page from the first scrape on, and series that alerts count on begin at 0:
+a counter that appears with the value 1 is no increase to Prometheus.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -14,23 +19,47 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import generate_latest
+from prometheus_client.exposition import generate_latest as generate_text
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
 from proxy.core.engine_state import State
-from proxy.observe.stats import Histogram
+from proxy.core.failures import Kind
+from proxy.observe.control_stats import SYNC_CALLS
+from proxy.observe.exposition import Format
+from proxy.observe.stats import CALL_BUCKETS, Histogram
 
 if TYPE_CHECKING:
     from proxy.data.plane import DataPlane
     from proxy.observe.control_stats import ControlStats
+    from proxy.observe.scrape import Scraper
+
+_EOF = b"# EOF\n"
+_SERVING = (State.READY, State.DRAINING)
+_NOTHING = Histogram(CALL_BUCKETS)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+    bounds = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
     return list(zip(bounds, map(float, accumulate(histogram.counts)), strict=True))
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
     return HistogramMetricFamily(name, text, buckets=_buckets(histogram), sum_value=histogram.total)
+
+
+def _by_call(name: str, text: str, histograms: dict[str, Histogram]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, text, labels=["call"])
+    for call in dict.fromkeys((*SYNC_CALLS, *histograms)):
+        histogram = histograms.get(call, _NOTHING)
+        family.add_metric([call], _buckets(histogram), histogram.total)
+    return family
+
+
+def _counter(name: str, text: str, labels: list[str], counts: Iterable[tuple[Iterable[str], int]]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in counts:
+        family.add_metric([str(value) for value in values], count)
+    return family
 
 
 class FleetgateCollector:
@@ -39,14 +68,17 @@ class FleetgateCollector:
     Args:
         plane: the data plane.
         control: what the control plane counts.
+        scraper: reads the engines' pages, if anything does.
     """
 
-    def __init__(self, plane: DataPlane, control: ControlStats) -> None:
+    def __init__(self, plane: DataPlane, control: ControlStats, scraper: Scraper | None = None) -> None:
         self._plane = plane
         self._control = control
+        self._scraper = scraper
 
     def collect(self) -> Iterator[Metric]:
-        """All families of the contract."""
+        """All families."""
+        yield InfoMetricFamily("fleetgate_build", "Version of the proxy.", {"version": version("fleetgate")})
         yield from self._requests()
         yield from self._engines()
         yield from self._gate()
@@ -54,16 +86,19 @@ class FleetgateCollector:
 
     def _requests(self) -> Iterator[Metric]:
         stats = self._plane.stats
-        requests = CounterMetricFamily(
-            "fleetgate_requests", "Answers to clients; code 499: the client went away.", labels=["route", "code"]
+        yield _counter(
+            "fleetgate_requests",
+            "Answers to clients; code 499: the client went away.",
+            ["route", "code"],
+            (((route, str(code)), count) for (route, code), count in stats.requests.items()),
         )
-        for (route, code), count in stats.requests.items():
-            requests.add_metric([route, str(code)], count)
-        yield requests
-        engine = CounterMetricFamily("fleetgate_engine_requests", "Answers of engines.", labels=["engine", "code"])
-        for (name, code), count in stats.engine_requests.items():
-            engine.add_metric([name, str(code)], count)
-        yield engine
+        answers = {(engine.id, 200): 0 for engine in self._plane.fleet} | stats.engine_requests
+        yield _counter(
+            "fleetgate_engine_requests",
+            "Answers of engines, those that were tried again included.",
+            ["engine", "code"],
+            (((name, str(code)), count) for (name, code), count in answers.items()),
+        )
         yield _histogram(
             "fleetgate_request_seconds", "From a request's head to its answer's end.", stats.request_seconds
         )
@@ -72,12 +107,13 @@ class FleetgateCollector:
             "From a request's head to its answer's first byte.",
             stats.first_byte_seconds,
         )
-        retries = CounterMetricFamily(
-            "fleetgate_retries", "Requests sent again, by what had failed.", labels=["reason"]
+        retries = {str(kind): 0 for kind in Kind} | stats.retries
+        yield _counter(
+            "fleetgate_retries",
+            "Requests sent again, by what had failed.",
+            ["reason"],
+            (((reason,), count) for reason, count in retries.items()),
         )
-        for reason, count in stats.retries.items():
-            retries.add_metric([reason], count)
-        yield retries
         yield CounterMetricFamily(
             "fleetgate_client_disconnects", "Clients that went away before their answer was whole.", stats.disconnects
         )
@@ -100,14 +136,35 @@ class FleetgateCollector:
                 states.add_metric([engine.id, str(state)], float(engine.state is state))
             if engine.version is not None:
                 versions.add_metric([engine.id], {"version": engine.version})
-            if engine.alive and not engine.plain:
+            if engine.state in _SERVING and not engine.plain:
                 in_service.add(engine.version)
         yield inflight
         yield states
         yield versions
         yield GaugeMetricFamily(
-            "fleetgate_weight_versions_in_service", "Distinct weight labels among living engines.", len(in_service)
+            "fleetgate_weight_versions_in_service",
+            "Distinct weight labels among engines that serve; more than 1 only in the middle of a sync.",
+            len(in_service),
         )
+        yield GaugeMetricFamily(
+            "fleetgate_eligible_engines", "Engines that may get a request now.", len(fleet.eligible)
+        )
+        restarts = {engine.id: 0 for engine in fleet} | self._control.restarts
+        yield _counter(
+            "fleetgate_engine_restarts",
+            "Restarts of an engine's process that were noticed.",
+            ["engine"],
+            (((name,), count) for name, count in restarts.items()),
+        )
+        if self._scraper is not None:
+            stale = GaugeMetricFamily(
+                "fleetgate_engine_scrape_stale",
+                "1 while the vllm families of an engine are its last page's, or missing, because it is slow or down.",
+                labels=["engine"],
+            )
+            for name, old in self._scraper.stale().items():
+                stale.add_metric([name], float(old))
+            yield stale
 
     def _gate(self) -> Iterator[Metric]:
         gate = self._plane.gate
@@ -115,35 +172,54 @@ class FleetgateCollector:
         yield GaugeMetricFamily("fleetgate_held_bytes", "Bytes of bodies held at the gate.", gate.held_bytes)
         yield _histogram("fleetgate_hold_seconds", "Time of a request in the gate.", self._plane.stats.hold_seconds)
         yield GaugeMetricFamily("fleetgate_paused", "1 while the gate is closed.", float(gate.closed))
+        since = self._plane.fleet.clock() - gate.closed_since if gate.closed else 0.0
+        yield GaugeMetricFamily(
+            "fleetgate_paused_for_seconds", "How long the gate has been closed; 0 while it is open.", max(0.0, since)
+        )
 
     def _calls(self) -> Iterator[Metric]:
         control = self._control
         yield _histogram("fleetgate_pause_seconds", "From a pause to the resume that ended it.", control.pause_seconds)
-        yield GaugeMetricFamily(
-            "fleetgate_pause_overdue", "1 while a pause is longer than pause-warn.", control.overdue
+        overdue = self._plane.gate.closed and control.overdue
+        yield GaugeMetricFamily("fleetgate_pause_overdue", "1 while a pause is longer than pause-warn.", float(overdue))
+        yield _by_call("fleetgate_fanout_seconds", "A control call as the trainer saw it.", control.fanout_seconds)
+        yield _by_call(
+            "fleetgate_fanout_overhead_seconds",
+            "A control call's time over its slowest leg.",
+            control.fanout_overhead,
         )
-        seconds = HistogramMetricFamily(
-            "fleetgate_fanout_seconds", "A control call as the trainer saw it.", labels=["call"]
+        failures = {(call, engine.id): 0 for call in SYNC_CALLS for engine in self._plane.fleet}
+        yield _counter(
+            "fleetgate_fanout_failures",
+            "Legs of control calls that failed.",
+            ["call", "engine"],
+            (failures | control.fanout_failures).items(),
         )
-        for call, histogram in control.fanout_seconds.items():
-            seconds.add_metric([call], _buckets(histogram), histogram.total)
-        yield seconds
-        overhead = HistogramMetricFamily(
-            "fleetgate_fanout_overhead_seconds", "A control call's time over its slowest leg.", labels=["call"]
+        yield _counter(
+            "fleetgate_control_refused",
+            "Control calls that were refused before any engine was touched.",
+            ["call", "code"],
+            control.refused.items(),
         )
-        for call, histogram in control.fanout_overhead.items():
-            overhead.add_metric([call], _buckets(histogram), histogram.total)
-        yield overhead
-        failures = CounterMetricFamily(
-            "fleetgate_fanout_failures", "Legs of control calls that failed.", labels=["call", "engine"]
-        )
-        for (call, engine), count in control.fanout_failures.items():
-            failures.add_metric([call, engine], count)
-        yield failures
 
 
-def render(plane: DataPlane, control: ControlStats) -> bytes:
-    """The proxy's own families in the Prometheus text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(FleetgateCollector(plane, control))  # type: ignore[arg-type]
-    return generate_latest(registry)
+class OwnPage:
+    """The proxy's own families.
+
+    Args:
+        plane: the data plane.
+        control: what the control plane counts.
+        scraper: reads the engines' pages, if anything does.
+    """
+
+    def __init__(self, plane: DataPlane, control: ControlStats, scraper: Scraper | None = None) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(FleetgateCollector(plane, control, scraper))
+        ProcessCollector(registry=self._registry)
+
+    def render(self, fmt: Format) -> bytes:
+        """The page without the last line of OpenMetrics, because more families follow."""
+        if fmt is Format.TEXT:
+            return generate_text(self._registry)
+        page: bytes = generate_openmetrics(self._registry)  # type: ignore[no-untyped-call]
+        return page.removesuffix(_EOF)

@@ -94,3 +94,8 @@ class DataStats:
     def retried(self, reason: str) -> None:
         """A request is sent again."""
         self.retries[reason] = self.retries.get(reason, 0) + 1
+
+    def forget(self, engine: str) -> None:
+        """An engine left: with discovery, engines come and go under new names, and series must not pile up."""
+        for key in [key for key in self.engine_requests if key[0] == engine]:
+            del self.engine_requests[key]

@@ -1,0 +1,116 @@
+"""Pages for people and for Prometheus: ``/metrics``, ``/fleet/ui`` and the JSON that it needs besides ``/fleet``."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from proxy.observe import exposition
+from proxy.observe.metrics import OwnPage
+from proxy.observe.scrape import Scraper
+
+if TYPE_CHECKING:
+    from proxy.data.plane import DataPlane
+    from proxy.observe.control_stats import ControlStats
+
+_NO_STORE = {"Cache-Control": "no-store"}
+
+
+class Pages:
+    """Answers the pages.
+
+    Args:
+        plane: the data plane.
+        control: what the control plane counts.
+    """
+
+    def __init__(self, plane: DataPlane, control: ControlStats) -> None:
+        self._plane = plane
+        self._control = control
+        self._scraper = Scraper(plane.fleet)
+        self._own = OwnPage(plane, control, self._scraper)
+        self._ui, self._policy = _load_ui()
+        plane.fleet.listeners.append(self._on_event)
+
+    def _on_event(self, kind: str, details: dict[str, Any]) -> None:
+        if kind == "engine_removed":
+            self._plane.stats.forget(details["engine"])
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """``GET /metrics``: the proxy's families are of this moment, those of the engines at most a second old."""
+        fmt = exposition.negotiate(request.headers.get("Accept", ""))
+        await self._scraper.refresh()
+        own = self._own.render(fmt)
+        body = own + await self._scraper.merged(fmt)
+        if fmt is exposition.Format.OPENMETRICS:
+            body += b"# EOF\n"
+        return web.Response(body=body, headers={"Content-Type": fmt.value, **_NO_STORE})
+
+    async def load(self, request: web.Request) -> web.Response:  # noqa: ARG002 - the signature of a handler
+        """``GET /fleet/load``: work of each engine as its own metrics tell it."""
+        await self._scraper.refresh()
+        data = {engine: load.as_json() for engine, load in self._scraper.load().items()}
+        return _json({"engines": data})
+
+    async def syncs(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """``GET /fleet/syncs``: the last weight syncs, newest first."""
+        return _json(self._control.syncs.as_json())
+
+    async def ui(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        """``GET /fleet/ui``: the live page."""
+        return web.Response(
+            body=self._ui,
+            headers={
+                "Content-Type": "text/html; charset=utf-8",
+                "Content-Security-Policy": self._policy,
+                "X-Content-Type-Options": "nosniff",
+                "X-Frame-Options": "DENY",
+                "Referrer-Policy": "no-referrer",
+                **_NO_STORE,
+            },
+        )
+
+    async def stop(self, app: web.Application) -> None:  # noqa: ARG002
+        """End reads that still run."""
+        await self._scraper.stop()
+
+
+def _json(data: object) -> web.Response:
+    return web.Response(body=orjson.dumps(data), content_type="application/json", headers=_NO_STORE)
+
+
+def _digest(part: bytes) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(part).digest()).decode("ascii") + "'"
+
+
+def _load_ui() -> tuple[bytes, str]:
+    """The live page with its style and script inside, and the policy that allows exactly those two and this server."""
+    room = files("proxy.observe")
+    html, css, script = (room.joinpath(f"ui.{ext}").read_bytes() for ext in ("html", "css", "js"))
+    page = html.replace(b"/*STYLE*/", css).replace(b"/*SCRIPT*/", script)
+    policy = (
+        f"default-src 'none'; style-src {_digest(css)}; script-src {_digest(script)}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return page, policy
+
+
+def add_routes(app: web.Application, plane: DataPlane, control_stats: ControlStats) -> None:
+    """Add the pages to an application.
+
+    Args:
+        app: whose routes they become; its clean-up ends what the pages started.
+        plane: the data plane.
+        control_stats: must already listen to the fleet's events.
+    """
+    pages = Pages(plane, control_stats)
+    app.router.add_get("/metrics", pages.metrics)
+    app.router.add_get("/fleet/ui", pages.ui)
+    app.router.add_get("/fleet/load", pages.load)
+    app.router.add_get("/fleet/syncs", pages.syncs)
+    app.on_cleanup.append(pages.stop)
