@@ -87,7 +87,10 @@ def judge(facts: Facts) -> Verdict:
     if facts.in_round:
         return Verdict(Decision.FENCE, "inside a weight update")
     if facts.tainted:
-        return Verdict(Decision.FENCE, "a weight update was left half done; run a whole one (start, update, finish)")
+        reason = "a weight update was left half done; run a whole one (start, update, finish)"
+        if facts.fleet_version is None or facts.tie or facts.checked:
+            return Verdict(Decision.FENCE, reason)
+        return Verdict(Decision.COMPARE, reason)
     if facts.by_hand is True:
         return Verdict(Decision.ADMIT, "admitted by hand")
     if facts.plain:

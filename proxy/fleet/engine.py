@@ -108,5 +108,10 @@ class Engine:
         """Whether it answered lately: a control call goes to it."""
         return self.state in (State.READY, State.DRAINING, State.FENCED)
 
+    def taint(self) -> None:
+        """Its weights may be anything now; earlier comparisons of checksums are void."""
+        self.tainted = True
+        self.compared = self.checksums_equal = None
+
     def __repr__(self) -> str:
         return f"<Engine {self.id} {self.state} version={self.version!r} inflight={self.inflight}>"

@@ -11,11 +11,11 @@
 | ``engine_checked`` | engine, seconds, ok |
 | ``engine_paused`` | engine, paused |
 | ``probe`` | engine, ok, seconds, error |
-| ``control_call`` | call, status, seconds, overhead_seconds, legs: {engine: {status, seconds, outcome}} |
+| ``control_call`` | call, status, seconds, overhead_seconds, legs: {engine: (status or null, seconds, outcome)} |
 | ``control_refused`` | call, status, code, holder |
 | ``control_replayed`` | call, status, running |
-| ``pause`` | by, mode |
-| ``resume`` | by, seconds: how long the gate was closed |
+| ``gate_closed`` | by |
+| ``gate_opened`` | by, seconds: how long it was closed |
 | ``pause_overdue`` | by, seconds |
 | ``pause_lease_ended`` | by, seconds |
 | ``sync_phase`` | phase, before: values of `proxy.core.lifecycle.Phase` |
@@ -44,8 +44,8 @@ KINDS: frozenset[str] = frozenset(
         "control_call",
         "control_refused",
         "control_replayed",
-        "pause",
-        "resume",
+        "gate_closed",
+        "gate_opened",
         "pause_overdue",
         "pause_lease_ended",
         "sync_phase",

@@ -1,0 +1,309 @@
+"""The shell around `proxy.core.admission`: gathers the facts, carries out the verdict.
+
+Before an engine is let in it catches up: idempotent control calls that it missed (a pause, a resume, a cache reset) are
+sent again, and LoRA adapters that the others have are loaded. Whatever happens to it meanwhile ends the attempt: the
+verdict is asked again after every await.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import orjson
+
+from proxy.config import Settings
+from proxy.control.asked import JSON_HEADERS
+from proxy.control.fanout import Shot, fire
+from proxy.core.admission import DEFAULT, Decision, Facts, Verdict, judge, next_label, vote
+from proxy.core.calls import CALLS, Kind, custom
+from proxy.core.engine_state import Event, State
+from proxy.core.merge import Outcome
+from proxy.fleet.engine import Engine
+from proxy.fleet.registry import Fleet
+from proxy.tasks import spawn
+
+if TYPE_CHECKING:
+    from proxy.data.gate import Gate
+    from proxy.fleet.probes import Prober
+
+_log = logging.getLogger("fleetgate.admission")
+
+CATCH_UP_DELAY = 1.0
+"""Seconds that a fence lasts at least: an engine that failed a call is not let back before people could see it."""
+
+
+class Admission:
+    """Decides which engines may answer clients.
+
+    Args:
+        settings: limits.
+        fleet: the engines and the fleet version.
+        gate: closed while generation is paused.
+    """
+
+    def __init__(self, settings: Settings, fleet: Fleet, gate: Gate) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._gate = gate
+        self._settling: set[Engine] = set()
+        self.prober: Prober | None = None
+        self.voting = True
+        """Whether labels that are seen may still change the fleet's version: until all engines of the start were."""
+
+    def facts(self, engine: Engine) -> Facts:
+        """What the rules are asked about."""
+        fleet = self._fleet
+        return Facts(
+            plain=engine.plain,
+            was_rl=engine.was_rl,
+            version=engine.version,
+            fleet_version=fleet.version,
+            tie=bool(fleet.tied),
+            pristine=fleet.pristine,
+            tainted=engine.tainted,
+            in_round=engine.updating,
+            epoch=engine.epoch,
+            fleet_epoch=fleet.epoch,
+            by_hand=engine.by_hand,
+            checksums_equal=engine.checksums_equal if engine.compared == fleet.version else None,
+            checked=engine.compared == fleet.version and fleet.version is not None,
+        )
+
+    def verdict(self, engine: Engine) -> Verdict:
+        """What the rules say now."""
+        return judge(self.facts(engine))
+
+    # Votes at start
+
+    def count_votes(self) -> None:
+        """Take the label that most living engines hold for the fleet's (contract: "At start")."""
+        fleet = self._fleet
+        labels = [engine.version for engine in fleet if engine.alive and not engine.plain]
+        result = vote(labels)
+        fleet.tied = result.tied
+        if result.tied:
+            _log.warning(
+                "engines disagree about the weights and no label has a majority (%s): all are fenced until a weight "
+                "sync, or POST /fleet/engines/ID/admit", ", ".join(result.tied),
+            )  # fmt: skip
+        if any(label not in (None, DEFAULT) for label in labels):
+            fleet.pristine = False
+        self.set_fleet_version(result.version, by="start")
+
+    def set_fleet_version(self, version: str | None, *, by: str) -> None:
+        """The fleet has these weights now."""
+        fleet = self._fleet
+        before, fleet.version = fleet.version, version
+        if version is not None:
+            fleet.labels_seen.add(version)
+            if version != DEFAULT:
+                fleet.pristine = False
+        if before != version:
+            fleet.checksums.clear()
+            fleet.emit("weight_version", version=version, before=before, epoch=fleet.epoch, by=by)
+            _log.info("fleet version: %r -> %r (by %s)", before, version, by)
+
+    def next_label(self) -> str:
+        """A label that no engine ever showed."""
+        return next_label([*self._fleet.labels_seen, self._fleet.version])
+
+    # One engine
+
+    def review_all(self) -> None:
+        """Ask the rules about everybody."""
+        for engine in list(self._fleet):
+            self.review(engine)
+
+    def review(self, engine: Engine) -> None:
+        """Ask the rules about one engine and do what they say. Never waits; catching up happens in the background."""
+        if self._fleet.engines.get(engine.id) is not engine or not engine.alive:
+            return
+        if engine.suspect or engine.state is State.STARTING:
+            return
+        verdict = self.verdict(engine)
+        if verdict.decision is not Decision.ADMIT:
+            if engine.updating and not engine.tainted and engine.state in (State.READY, State.DRAINING):
+                # Inside a healthy round it is merely not eligible; a fence would say that something went wrong.
+                return
+            self.fence(engine, verdict.reason)
+            if verdict.decision is Decision.COMPARE and not engine.busy:
+                self._settle(engine)
+            return
+        if engine.state is State.FENCED:
+            if not self._may_settle(engine):
+                return
+            if engine.owed or self._missing_adapters(engine) or engine.reported_paused:
+                self._settle(engine)
+            else:
+                self.admit(engine, verdict.reason)
+
+    def _may_settle(self, engine: Engine) -> bool:
+        if not engine.failed_call or engine.by_hand:
+            return True
+        # It failed or missed a call: what it is paused for is not over, so there is nothing to let it in for.
+        return not self._gate.closed and self._fleet.clock() - engine.since >= CATCH_UP_DELAY
+
+    def fence(self, engine: Engine, reason: str) -> None:
+        """Keep it out."""
+        if engine.state is State.FENCED:
+            engine.reason = reason
+        else:
+            self._fleet.apply(engine, Event.FENCE, reason)
+
+    def admit(self, engine: Engine, reason: str) -> None:
+        """Let it in: its weights are the fleet's."""
+        fleet = self._fleet
+        engine.epoch = fleet.epoch
+        engine.failed_call = ""
+        engine.compared = engine.checksums_equal = None
+        if engine.by_hand:
+            engine.by_hand = None
+        fleet.apply(engine, Event.ADMIT, reason)
+
+    # Catching up
+
+    def _missing_adapters(self, engine: Engine) -> list[str]:
+        return [name for name, (_, body) in self._fleet.adapters.items() if engine.adapters.get(name) != body]
+
+    def _settle(self, engine: Engine) -> None:
+        if engine in self._settling:
+            return
+        self._settling.add(engine)
+        spawn(self._catch_up(engine), name=f"catch up {engine.id}")
+
+    async def _catch_up(self, engine: Engine) -> None:
+        boot = engine.boot
+        try:
+            if self.verdict(engine).decision is Decision.COMPARE:
+                await self._compare(engine)
+            elif await self._pay(engine) and await self._load_adapters(engine) and engine.boot == boot:
+                verdict = self.verdict(engine)
+                if verdict.decision is Decision.ADMIT and engine.state is State.FENCED and not engine.suspect:
+                    self.admit(engine, verdict.reason)
+        finally:
+            self._settling.discard(engine)
+
+    async def _pay(self, engine: Engine) -> bool:
+        """Send what it owes; a pause and a resume cancel each other out before they come here."""
+        if engine.reported_paused and not self._gate.closed and "/pause" not in engine.owed:
+            shot = Shot(CALLS["/resume"], "POST", "/resume", timeout=self._settings.control_timeout)
+            engine.owed.setdefault("/resume", shot)
+        for path, shot in list(engine.owed.items()):
+            leg = await fire(engine, shot)
+            if leg.ok and engine.owed.get(path) is shot:
+                del engine.owed[path]
+                if path in ("/pause", "/resume"):
+                    engine.reported_paused = path == "/pause"
+                elif path == "/wake_up":
+                    engine.asleep = frozenset()
+                    self._fleet.refresh()
+            elif not leg.ok:
+                self.fence(engine, f"still owes {path}: {leg.said()}")
+                return False
+        return not engine.owed
+
+    async def _load_adapters(self, engine: Engine) -> bool:
+        for name in self._missing_adapters(engine):
+            path, body = self._fleet.adapters[name]
+            shot = Shot(custom(path, None), "POST", path, JSON_HEADERS, body, self._settings.pause_timeout)
+            leg = await fire(engine, shot)
+            already = leg.outcome is Outcome.REFUSED and leg.status == 400 and b"already" in leg.body
+            if not leg.ok and not already:
+                self.fence(engine, f"lacks the LoRA adapter {name!r}, and loading it failed: {leg.said()}")
+                return False
+            engine.adapters[name] = body
+        return True
+
+    async def _compare(self, engine: Engine) -> None:
+        """Rule 5: are its weights the fleet's although its label or its history says otherwise?"""
+        version = self._fleet.version
+        if version is None:
+            return
+        boot = engine.boot
+        engine.compared, engine.checksums_equal = version, None
+        own = await self._checksums(engine)
+        if own is None:
+            return
+        wanted = self._fleet.checksums.get(engine.world_size)
+        if wanted is None:
+            wanted = await self._reference(engine)
+        if wanted is None or engine.boot != boot or self._fleet.version != version:
+            return
+        engine.checksums_equal = own == wanted
+        if not engine.checksums_equal:
+            _log.info("checksums of %s are not those of %r", engine.id, version)
+            return
+        if engine.version != version:
+            body = orjson.dumps({"new_version": version})
+            shot = Shot(CALLS["/update_weight_version"], "POST", "/update_weight_version", JSON_HEADERS, body, 60.0)
+            if not (await fire(engine, shot)).ok or engine.boot != boot:
+                engine.checksums_equal = None
+                return
+            if self.prober is not None:
+                self.prober.set_version(engine, version)
+        engine.epoch = self._fleet.epoch
+        engine.tainted = False
+        self.review(engine)
+
+    async def _reference(self, other: Engine) -> object | None:
+        """The checksums of the fleet version, from an engine that serves it; asked once per version and size."""
+        version = self._fleet.version
+        for engine in self._fleet.eligible:
+            if engine is not other and engine.world_size == other.world_size and not engine.plain:
+                found = await self._checksums(engine)
+                if found is not None and engine.eligible and self._fleet.version == version:
+                    self._fleet.checksums[engine.world_size] = found
+                    return found
+        return None
+
+    async def _checksums(self, engine: Engine) -> object | None:
+        shot = Shot(
+            CALLS["/weight_checker"], "POST", "/weight_checker", JSON_HEADERS, b'{"action":"checksum"}',
+            self._settings.pause_timeout,
+        )  # fmt: skip
+        leg = await fire(engine, shot)
+        data = leg.json() if leg.ok else None
+        sums = data.get("checksums") if isinstance(data, dict) else None
+        return sums if isinstance(sums, dict) and sums else None
+
+    # After control calls
+
+    def failed(self, engine: Engine, call: str, why: str, *, taint: bool) -> None:
+        """It failed or missed a control call: out, until it has caught up (and, if tainted, a whole round)."""
+        if taint:
+            engine.taint()
+        engine.failed_call = call
+        if engine.alive and engine.state is not State.STARTING:
+            self.fence(engine, why)
+
+    def commit(self, engines: Iterable[tuple[Engine, int]], label: str | None, *, by: str) -> None:
+        """These engines (with the boot they began it with) took a whole update: theirs are the fleet's weights."""
+        fleet = self._fleet
+        fleet.epoch += 1
+        fleet.pristine = False
+        fleet.tied = ()
+        self.voting = False
+        took = set()
+        for engine, boot in engines:
+            if engine.boot != boot:
+                continue
+            took.add(engine)
+            engine.tainted = engine.updating = False
+            engine.epoch = fleet.epoch
+            engine.failed_call = ""
+            if label is not None and self.prober is not None:
+                self.prober.set_version(engine, label)
+        fleet.checksums.clear()
+        version = label if label is not None else next((engine.version for engine in took), fleet.version)
+        self.set_fleet_version(version, by=by)
+        for engine in fleet:
+            if engine not in took and engine.alive and not engine.plain:
+                self.fence(engine, "took no part in the last weight update")
+        fleet.refresh()
+        self.review_all()
+
+
+KIND_OWED: dict[Kind, bool] = {Kind.PAUSE: True, Kind.RESUME: True, Kind.WAKE: True, Kind.PLAIN: True}
+"""Calls that may be sent again later to an engine that failed or missed them."""
