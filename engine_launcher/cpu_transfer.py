@@ -44,8 +44,8 @@ DEFAULT_TIMEOUT: Final = 240.0
 """Longest wait for a peer, in seconds. Below the 300 s after which vLLM's HTTP client gives up, so that the trainer
 reads why an engine failed instead of a bare timeout."""
 
-CHUNK_BYTES: Final = 32 * 2**20
-"""Bytes of one piece of the stream: large enough that round trips do not count, small enough to hold a few at once."""
+CHUNK_BYTES: Final = 4 * 2**20
+"""Bytes of one piece of the stream: torch's store refuses values above 8 MiB (``TCPStoreLibUvBackend``)."""
 
 ALIGNMENT: Final = 16
 """Each tensor starts at a multiple of this, in bytes, so that any dtype can be viewed in place."""

@@ -42,7 +42,9 @@ def python() -> Path:
 @pytest.fixture(scope="module")
 def model(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"
-    subprocess.run([python, "-m", "engine_launcher.tiny_model", str(path)], check=True, timeout=300)
+    # 14 MB of weights, so that the stream is cut into several pieces.
+    sizes = ["--hidden", "256", "--intermediate", "4096"]
+    subprocess.run([python, "-m", "engine_launcher.tiny_model", str(path), *sizes], check=True, timeout=300)
     return path
 
 
