@@ -44,6 +44,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
             return error_reply(error)
         return json_reply(answer.whole(generation))
 
+    engine.core.check_admission(generation.live)
     stream = EventStream(request)
     try:
         await serving.run_stream(engine, generation, stream, lambda deltas: answer.send(stream, deltas))

@@ -19,7 +19,7 @@ from engine_launcher.sim.errors import (
     missing,
     summary,
 )
-from engine_launcher.sim.replies import error_reply, json_reply
+from engine_launcher.sim.replies import BareResponse, error_reply, json_reply
 from engine_launcher.sim.scheduler import PAUSE_MODES, PauseMode
 from engine_launcher.sim.serving import engine_of
 
@@ -325,7 +325,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 async def plain_ok(request: web.Request) -> web.Response:
     """Answer 200 with nothing: the other cache resets and the profiler."""
     await engine_of(request).core.turn()
-    return web.Response(status=200)
+    return BareResponse(status=200)
 
 
 async def _adapter_body(request: web.Request) -> parsing.Body:
@@ -358,7 +358,7 @@ async def load_lora(request: web.Request) -> web.Response:
             )
         )
     engine.adapters[name] = path
-    return web.Response(body=f"Success: LoRA adapter '{name}' added successfully.".encode())
+    return BareResponse(body=f"Success: LoRA adapter '{name}' added successfully.".encode())
 
 
 async def unload_lora(request: web.Request) -> web.Response:
@@ -373,7 +373,7 @@ async def unload_lora(request: web.Request) -> web.Response:
     if name not in engine.adapters:
         return error_reply(WireError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError"))
     del engine.adapters[name]
-    return web.Response(body=f"Success: LoRA adapter '{name}' removed successfully.".encode())
+    return BareResponse(body=f"Success: LoRA adapter '{name}' removed successfully.".encode())
 
 
 async def extra_control(request: web.Request) -> web.Response:

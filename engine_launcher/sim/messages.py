@@ -13,7 +13,7 @@ from engine_launcher.sim.errors import WireError, missing
 from engine_launcher.sim.replies import EventStream, json_reply
 from engine_launcher.sim.sequences import Delta, Generation, SequenceState
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 def _prompt(body: parsing.Body) -> list[int]:
@@ -42,7 +42,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
         )
         id_ = f"chatcmpl-{serving.base_id(request, body)}"
         generation.add(id_, prompt, sampling)
-        if not generation.stream:
+        if generation.stream:
+            engine.core.check_admission(generation.live)
+        else:
             await serving.run_to_end(engine, generation)
     except WireError as error:
         return json_reply(error.anthropic(), error.status)
@@ -70,10 +72,10 @@ async def count_tokens(request: web.Request) -> web.Response:
     return json_reply({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
 
-def _stop_reason(finish_reason: str | None, stop_reason: int | str | None) -> str:
+def _stop_reason(finish_reason: str | None, stop_reason: int | str | None) -> str | None:
     if isinstance(stop_reason, str):
         return "stop_sequence"
-    return _STOP_REASONS.get(finish_reason or "stop", "end_turn")
+    return _STOP_REASONS.get(finish_reason or "")
 
 
 def _whole(id_: str, name: str, generation: Generation) -> dict[str, Any]:
@@ -84,8 +86,10 @@ def _whole(id_: str, name: str, generation: Generation) -> dict[str, Any]:
         "role": "assistant",
         "content": [{"type": "text", "text": sequence.text}],
         "model": name,
-        "stop_reason": _stop_reason(sequence.finish_reason, sequence.stop_reason),
     }
+    reason = _stop_reason(sequence.finish_reason, sequence.stop_reason)
+    if reason is not None:
+        answer["stop_reason"] = reason
     if isinstance(sequence.stop_reason, str):
         answer["stop_sequence"] = sequence.stop_reason
     answer["usage"] = {"input_tokens": generation.prompt_tokens, "output_tokens": generation.completion_tokens}

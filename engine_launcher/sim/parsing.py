@@ -161,7 +161,9 @@ def sampling(
             "input_tokens",
         )
     stop_ids = body.get("stop_token_ids") or ()
-    n = integer(body, "n", 1, at_least=1) or 1
+    n = integer(body, "n", 1) or 0
+    if n < 1:
+        raise BadRequestError(f"n must be at least 1, got {n}.")
     temperature = body.get("temperature")
     if n > 1 and temperature is not None and float(temperature) < GREEDY_BELOW:
         raise BadRequestError(f"n must be 1 when using greedy sampling, got {n}.")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine_launcher.sim.server import SimEngine
 
 ENGINE: web.AppKey[SimEngine] = web.AppKey("engine")
-STREAM_FAULT = "stream_fault"
+STREAM_FAULT: web.RequestKey[Fault] = web.RequestKey("stream_fault", Fault)
 _RST = struct.pack("ii", 1, 0)
 GARBAGE = b"\x16\x03\x01\x02\x00\x01\x00 this is not HTTP \xff\xfe\r\n\r\n"
 
@@ -71,8 +71,12 @@ async def hang(fault: Fault) -> None:
         await asyncio.get_running_loop().create_future()
 
 
+class BareResponse(web.Response):
+    """An answer without a media type, as Starlette's plain ``Response``; aiohttp would name one."""
+
+
 class EventStream:
-    """A streamed answer. Its head goes out with its first event, so a frozen request stays silent altogether."""
+    """A streamed answer. Its head goes out before the engine has seen the request, as vLLM's does."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -93,6 +97,7 @@ class EventStream:
         if not self._begun:
             self._begun = True
             await self._response.prepare(self._request)
+            self._request.writer.send_headers()
 
     async def event(self, payload: Any, *, name: str | None = None, tokens: int = 0) -> None:
         """Send one event; ``tokens`` says how many generated tokens it carries."""
@@ -157,7 +162,6 @@ class EventStream:
 
     def break_off(self, *, rst: bool = False) -> None:
         """Close the connection inside the body: no closing chunk is sent."""
-        self._request.writer.send_headers()
         self._broken = True
         close(self._request, rst=rst)
 

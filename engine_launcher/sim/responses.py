@@ -56,11 +56,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
         return json_reply(answer.whole(generation))
 
     stream = EventStream(request)
+    engine.core.check_admission(generation.live)
     try:
         await answer.run(engine, generation, stream)
     except WireError:
-        # vLLM has no handler for a failure inside this stream: the head is out, and the connection is cut.
-        await stream.begin()
+        # vLLM has no handler for a failure inside this stream: two events are out, and the connection is cut.
         stream.break_off()
     return await stream.end()
 
@@ -70,7 +70,7 @@ def _final(generation: Generation) -> str:
 
 
 def _status(finish_reason: str | None) -> str:
-    return {"length": "incomplete", "abort": "cancelled"}.get(finish_reason or "stop", "completed")
+    return "incomplete" if finish_reason == "length" else "completed"
 
 
 class _Answer:
@@ -182,9 +182,14 @@ class _Answer:
             WireError: refused, or failed on the way.
 
         """
+        opened: list[bool] = []
+        opening = self._response("in_progress", [], None)
+        await self._event(stream, "response.created", response=opening)
+        await self._event(stream, "response.in_progress", response=opening)
 
         async def send(deltas: list[Delta]) -> None:
-            if self._number == 0 and deltas:
+            if not opened and deltas:
+                opened.append(True)
                 await self._open(stream)
             for delta in deltas:
                 if delta.text:
@@ -205,9 +210,6 @@ class _Answer:
             await self._close(stream, generation)
 
     async def _open(self, stream: EventStream) -> None:
-        opening = self._response("in_progress", [], None)
-        await self._event(stream, "response.created", response=opening)
-        await self._event(stream, "response.in_progress", response=opening)
         await self._event(stream, "response.output_item.added", item=self._item("in_progress", None), output_index=0)
         await self._event(
             stream,

@@ -29,6 +29,7 @@ from engine_launcher.sim.replies import (
     ENGINE,
     GARBAGE,
     STREAM_FAULT,
+    BareResponse,
     dead_reply,
     error_reply,
     hang,
@@ -107,6 +108,7 @@ class SimEngine:
         """
         app = web.Application(middlewares=[self._middleware], client_max_size=MAX_BODY_BYTES)
         app[ENGINE] = self
+        app.on_response_prepare.append(_strip_media_type)
         app.add_routes(admin.routes())
         app.add_routes(self._routes())
         self._runner = web.AppRunner(
@@ -338,6 +340,12 @@ class SimEngine:
                 "records": transfer.records,
             },
         }
+
+
+async def _strip_media_type(request: web.Request, response: web.StreamResponse) -> None:
+    del request
+    if isinstance(response, BareResponse):
+        response.headers.pop("Content-Type", None)
 
 
 def _status_reply(fault: Fault) -> web.Response:

@@ -122,6 +122,7 @@ async def run_stream(
         WireError: refused, or failed on the way; nothing more is sent by this function.
 
     """
+    await stream.begin()
     await engine.core.turn()
     engine.core.submit(generation)
     try:

@@ -10,7 +10,6 @@ import asyncio
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contract.wire import Answer, Connection
+
+from engine_launcher.fleet import EngineFleet
+from engine_launcher.settings import FleetSpec
+from engine_launcher.vllm_engine import locate
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(HERE))
-
-from wire import Answer, Connection  # noqa: E402
-
-from engine_launcher.fleet import EngineFleet  # noqa: E402
-from engine_launcher.settings import FleetSpec  # noqa: E402
-from engine_launcher.vllm_engine import locate  # noqa: E402
 
 REQUIRE = "FLEETGATE_REQUIRE_VLLM"
 """Set to 1, a missing vLLM fails the tests instead of skipping them: CI must not pass without them."""
@@ -35,7 +32,7 @@ MODEL = "tiny"
 API_KEY = "contract-key"
 KEEP_ALIVE_SECONDS = 2
 QUEUE_LIMIT = 2
-SIM_TOKENS_PER_SECOND = 200
+SIM_TOKENS_PER_SECOND = 1000
 """About the speed of real vLLM with the tiny model, so that the same waits fit both."""
 
 SIM_ARGUMENTS = {
@@ -130,9 +127,7 @@ class Target:
         if self.kind == "sim":
             await self.post("/sim/kill_engine")
         else:
-            await asyncio.wrap_future(
-                asyncio.run_coroutine_threadsafe(self.fleet.kill_core(0), self.thread.loop)
-            )
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.fleet.kill_core(0), self.thread.loop))
 
 
 class Engines:

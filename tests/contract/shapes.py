@@ -10,17 +10,18 @@ share a chunk is a matter of timing.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from wire import Answer
+from contract.wire import Answer
 
 RECORDS = Path(__file__).parent / "records"
 
 VOLATILE = frozenset(
     {
         "id", "item_id", "request_id", "created", "created_at", "text", "content", "delta", "token", "tokens", "logprob",
-        "token_logprobs", "bytes", "text_offset", "token_id", "token_ids", "prompt_token_ids", "rank", "start", "end",
+        "token_logprobs", "text_offset", "token_id", "token_ids", "prompt_token_ids", "rank", "start", "end", "original_input_tokens",
         "system_fingerprint", "root", "prompt_tokens", "completion_tokens", "total_tokens", "input_tokens",
         "output_tokens", "cached_tokens", "prompt", "count", "token_strs", "server_load", "sequence_number",
         "max_output_tokens", "aborted",
@@ -28,14 +29,22 @@ VOLATILE = frozenset(
 )  # fmt: skip
 """Keys whose scalar values differ from run to run."""
 
-OPEN = frozenset({"top_logprobs", "checksums", "vllm_env", "system_env", "vllm_config", "mismatches"})
-"""Keys of objects whose own keys are data."""
+OPEN = frozenset({"top_logprobs", "checksums", "mismatches"})
+"""Keys of objects whose own keys are data; the entries of other dialects under these keys have a key ``token``."""
+
+OPAQUE = frozenset({"vllm_env", "system_env", "vllm_config", "bytes", "token_ids"})
+"""Keys of which only the type of the value is compared: data, or how many tokens share a chunk."""
+
+ENGINE_CLASS = re.compile(r"\b\w+WeightTransferEngine\b")
+"""Transfer backends name their own class in errors."""
 
 
 def shape(value: Any, key: str = "") -> Any:
     """The shape of a JSON value that stood under ``key``."""
+    if key in OPAQUE:
+        return f"<{type(value).__name__}>"
     if isinstance(value, dict):
-        if key in OPEN:
+        if key in OPEN and not value.keys() & {"token", "token_id"}:
             return {"*": collapse([shape(item, "*") for item in value.values()])[:1]}
         return {name: shape(item, name) for name, item in value.items()}
     if isinstance(value, list):
@@ -44,7 +53,7 @@ def shape(value: Any, key: str = "") -> Any:
         return value
     if key in VOLATILE or key in OPEN or key == "*":
         return f"<{type(value).__name__}>"
-    return value
+    return ENGINE_CLASS.sub("<engine class>", value) if isinstance(value, str) else value
 
 
 def collapse(items: list[Any]) -> list[Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import shapes
-from conftest import Target
+from contract import shapes
+from contract.conftest import Target
 
 MESSAGES = [{"role": "user", "content": "Count the fish."}]
 FOUR: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
@@ -27,7 +27,7 @@ GEN = "/inference/v1/generate"
 CASES: list[tuple[str, str, str, Any]] = [
     ("completions", "POST", V1, COMPLETION),
     ("completions-ids-versions", "POST", V1, COMPLETION | IDS),
-    ("completions-n", "POST", V1, COMPLETION | {"n": 2}),
+    ("completions-n", "POST", V1, COMPLETION | {"n": 2, "temperature": 1}),
     ("completions-prompts", "POST", V1, COMPLETION | {"prompt": ["One", "Two"]}),
     ("completions-token-prompt", "POST", V1, COMPLETION | {"prompt": [72, 105]}),
     ("completions-logprobs", "POST", V1, COMPLETION | {"logprobs": 2}),
@@ -41,7 +41,7 @@ CASES: list[tuple[str, str, str, Any]] = [
     ("completions-stream-logprobs", "POST", V1, COMPLETION | STREAM | {"logprobs": 1}),
     ("chat", "POST", CC, CHAT),
     ("chat-ids-versions", "POST", CC, CHAT | IDS),
-    ("chat-n", "POST", CC, CHAT | {"n": 2}),
+    ("chat-n", "POST", CC, CHAT | {"n": 2, "temperature": 1}),
     ("chat-logprobs", "POST", CC, CHAT | {"logprobs": True, "top_logprobs": 2}),
     ("chat-stream", "POST", CC, CHAT | STREAM),
     ("chat-stream-usage", "POST", CC, CHAT | USAGE),
@@ -50,7 +50,7 @@ CASES: list[tuple[str, str, str, Any]] = [
     ("chat-stream-logprobs", "POST", CC, CHAT | STREAM | {"logprobs": True, "top_logprobs": 1}),
     ("generate", "POST", GEN, GENERATE),
     ("generate-ids", "POST", GEN, GENERATE | {"return_token_ids": True}),
-    ("generate-n-logprobs", "POST", GEN, GENERATE | {"sampling_params": FOUR | {"n": 2, "logprobs": 1}}),
+    ("generate-n-logprobs", "POST", GEN, GENERATE | {"sampling_params": FOUR | {"n": 2, "logprobs": 1, "temperature": 1}}),
     ("generate-stream", "POST", GEN, GENERATE | STREAM),
     ("generate-stream-usage-ids", "POST", GEN, GENERATE | USAGE | {"return_token_ids": True}),
     ("generate-stream-continuous", "POST", GEN, GENERATE | CONTINUOUS),
@@ -99,6 +99,8 @@ BAD: list[tuple[str, str, str, Any]] = [
     ("bad-no-token-ids", "POST", GEN, {"sampling_params": FOUR}),
     ("bad-no-sampling-params", "POST", GEN, {"token_ids": [72]}),
     ("bad-empty-token-ids", "POST", GEN, GENERATE | {"token_ids": []}),
+    ("bad-n-greedy", "POST", V1, COMPLETION | {"n": 2}),
+    ("bad-n-type", "POST", CC, CHAT | {"n": 0}),
     ("bad-max-tokens-type", "POST", V1, COMPLETION | {"max_tokens": "many"}),
     ("bad-max-tokens-negative", "POST", V1, COMPLETION | {"max_tokens": -1}),
     ("bad-stream-options", "POST", V1, COMPLETION | {"stream_options": {"include_usage": True}}),

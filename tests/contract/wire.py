@@ -7,9 +7,10 @@ that is closed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 ANSWER_SECONDS = 60.0
 """Longest wait for a whole answer; a real engine on a loaded CPU takes several seconds for one."""
@@ -58,16 +59,14 @@ class Connection:
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter
 
-    async def __aenter__(self) -> Connection:
+    async def __aenter__(self) -> Self:
         self.reader, self.writer = await asyncio.open_connection(self.host, self.port, limit=1 << 24)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.writer.close()
-        try:
+        with contextlib.suppress(ConnectionError):
             await self.writer.wait_closed()
-        except ConnectionError:
-            pass
 
     async def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> None:
         raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -116,6 +115,17 @@ class Connection:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         return answer
+
+    async def look(self, seconds: float) -> bytes:
+        """What comes within ``seconds``, raw."""
+        found = b""
+        try:
+            async with asyncio.timeout(seconds):
+                while chunk := await self.reader.read(1 << 16):
+                    found += chunk
+        except TimeoutError:
+            pass
+        return found
 
     async def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
         await self.send(method, path, body, headers)

@@ -83,4 +83,4 @@ def test_candidates_begin_with_the_chosen_one_and_fall(count: int) -> None:
 def test_checksums_differ_with_the_weights_only() -> None:
     assert model.checksums("a") == model.checksums("a")
     assert set(model.checksums("a").values()).isdisjoint(model.checksums("b").values())
-    assert list(model.checksums("a", "dp0:"))[0].startswith("dp0:model.")
+    assert next(iter(model.checksums("a", "dp0:"))).startswith("dp0:model.")

@@ -21,6 +21,14 @@ async def ready(ranks: int = 1) -> WeightTransfer:
     return transfer
 
 
+async def until_joined(trainer: SimTrainer, ranks: list[int]) -> None:
+    for _ in range(10_000):
+        if trainer.ranks == ranks:
+            return
+        await asyncio.sleep(0)
+    pytest.fail(f"{trainer.ranks} joined, not {ranks}")
+
+
 async def test_start_twice_leaves_the_session_open() -> None:
     transfer = await ready()
     transfer.start()
@@ -132,8 +140,8 @@ async def test_a_group_blocks_until_every_rank_is_there() -> None:
     async with SimTrainer(world_size=4) as trainer:
         one, two = WeightTransfer(1, "sim"), WeightTransfer(2, "sim")
         first = asyncio.ensure_future(one.init(trainer.init_info(1)))
-        while trainer.ranks != [1]:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await until_joined(trainer, [1])
         assert not first.done()
         await asyncio.gather(first, two.init(trainer.init_info(2)), trainer.wait_joined())
         assert trainer.ranks == [1, 2, 3]
@@ -164,6 +172,7 @@ async def test_a_trainer_that_goes_away_fails_the_update() -> None:
     with pytest.raises(WorkerFailedError, match="closed by peer"):
         await update
     assert not transfer.active
+    await transfer.close()
 
 
 async def test_a_new_init_makes_a_new_group() -> None:

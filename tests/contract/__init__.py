@@ -1,0 +1,1 @@
+"""The same cases on the simulated engine and on real vLLM."""
