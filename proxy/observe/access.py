@@ -19,7 +19,7 @@ def record(exchange: Exchange, status: int, seconds: float) -> None:
         status: what the client got; 499 if it went away.
         seconds: from its head to the last byte of its answer.
     """
-    engine = exchange.engine
+    engine = exchange.last_engine
     _log.info(
         "%s %s %d",
         exchange.head.method.decode("latin-1"),

@@ -10,13 +10,13 @@ from proxy.observe.stats import CALL_BUCKETS, ROLLOUT_BUCKETS, Histogram
 from proxy.observe.syncs import SyncLog
 
 SYNC_CALLS: tuple[str, ...] = (
-    "/pause",
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/update_weight_version",
-    "/resume",
+    "pause",
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "update_weight_version",
+    "resume",
 )
 """Calls whose series are on the page from the start, at 0."""
 MAX_CALLS = 128

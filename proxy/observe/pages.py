@@ -45,11 +45,10 @@ class Pages:
         """``GET /metrics``: the proxy's families are of this moment, those of the engines at most a second old."""
         fmt = exposition.negotiate(request.headers.get("Accept", ""))
         await self._scraper.refresh()
-        own = self._own.render(fmt)
-        body = own + await self._scraper.merged(fmt)
+        parts = [self._own.render(fmt), *await self._scraper.merged(fmt)]
         if fmt is exposition.Format.OPENMETRICS:
-            body += b"# EOF\n"
-        return web.Response(body=body, headers={"Content-Type": fmt.value, **_NO_STORE})
+            parts.append(b"# EOF\n")
+        return web.Response(body=b"".join(parts), headers={"Content-Type": fmt.value, **_NO_STORE})
 
     async def load(self, request: web.Request) -> web.Response:  # noqa: ARG002 - the signature of a handler
         """``GET /fleet/load``: work of each engine as its own metrics tell it."""
@@ -109,8 +108,12 @@ def add_routes(app: web.Application, plane: DataPlane, control_stats: ControlSta
         control_stats: must already listen to the fleet's events.
     """
     pages = Pages(plane, control_stats)
-    app.router.add_get("/metrics", pages.metrics)
-    app.router.add_get("/fleet/ui", pages.ui)
-    app.router.add_get("/fleet/load", pages.load)
-    app.router.add_get("/fleet/syncs", pages.syncs)
+    for path, handler in (
+        ("/metrics", pages.metrics),
+        ("/fleet/ui", pages.ui),
+        ("/fleet/load", pages.load),
+        ("/fleet/syncs", pages.syncs),
+    ):
+        app.router.add_get(path, handler)
+        app.router.add_get(f"{path}/", handler)
     app.on_cleanup.append(pages.stop)

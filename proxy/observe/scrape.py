@@ -78,8 +78,8 @@ class Scraper:
         # A scraper that goes away must not end the round for the others.
         await asyncio.shield(self._round)
 
-    async def merged(self, fmt: exposition.Format) -> bytes:
-        """The families of all engines, in pieces of work small enough for a loop that relays streams."""
+    async def merged(self, fmt: exposition.Format) -> list[bytes]:
+        """The families of all engines in pieces, made in turns short enough for a loop that relays streams."""
         pages = [self._readers[engine].page for engine in self._fleet if self._usable(self._readers.get(engine))]
         parts: list[bytes] = []
         size = 0
@@ -89,7 +89,7 @@ class Scraper:
             if size > YIELD_EVERY:
                 size = 0
                 await asyncio.sleep(0)
-        return b"".join(parts)
+        return parts
 
     async def stop(self) -> None:
         """End what still runs."""

@@ -42,8 +42,8 @@ PHASES: dict[Kind, str] = {
 
 
 def kind_of(call: str) -> Kind:
-    """The kind of a call by its path; paths of the configuration are `Kind.CUSTOM`."""
-    known = CALLS.get(call)
+    """The kind of a call by its name; those of the configuration are `Kind.CUSTOM`."""
+    known = CALLS.get(f"/{call}")
     return known.kind if known is not None else Kind.CUSTOM
 
 
@@ -115,6 +115,9 @@ class SyncLog:
             case "gate_opened":
                 self._paused = False
                 self._rest()
+                calls = self._current.calls if self._current is not None else []
+                if self._rest_at is not None and calls and calls[-1]["phase"] == PHASES[Kind.RESUME]:
+                    self._close(self._rest_at)
             case "pause_lease_ended":
                 if self._current is not None:
                     self._current.trouble.append(f"the pause lease ran out after {details['seconds']:.0f} s")

@@ -4,7 +4,7 @@ import string
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.exposition import generate_latest
@@ -157,6 +157,7 @@ def test_openmetrics_has_no_creation_times_and_no_clashing_names():
     assert families == {"vllm:a": "counter", "vllm:odd": "unknown", "vllm:bare": "unknown"}
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.dictionaries(
@@ -194,6 +195,7 @@ def test_no_sample_is_lost_doubled_or_given_to_another_engine(engines, fmt):
     assert {key for key in found if key[0] in names} == set(expected)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.sampled_from(list(Format)))
 def test_no_engine_can_spoil_the_page(body, fmt):
     good = read_page(vllm_page(), "good")
@@ -203,6 +205,7 @@ def test_no_engine_can_spoil_the_page(body, fmt):
         assert found["vllm:num_requests_running", (("engine", "good"), ("model_name", "m"))] == 1
 
 
+@settings(deadline=None)
 @given(LABEL_TEXT)
 def test_an_escaped_value_reads_back(text):
     (family,) = parse_text(f'x{{a="{escape(text).decode()}"}} 1\n')
