@@ -89,6 +89,8 @@ def as_json(result: Result) -> dict[str, Any]:
             "window_max": max(each.window for each in syncs),
             "slowest_engine_p50": statistics.median(each.engines for each in syncs),
             "slowest_engine_max": max(each.engines for each in syncs),
+            "proxy_adds_p50": statistics.median(each.added for each in syncs),
+            "proxy_adds_max": max(each.added for each in syncs),
             "validation": asdict(result.verdicts[mode]),
         }
     return {

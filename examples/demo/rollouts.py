@@ -27,7 +27,7 @@ class Rollout:
     number: int
     kind: Kind
     mode: str
-    """The mode of the syncs that went on when it finished."""
+    """How the engines were paused meanwhile."""
     pieces: list[Piece] = field(default_factory=list)
 
 
@@ -69,8 +69,10 @@ class RolloutPool:
         self._changed = asyncio.Condition()
         self._workers: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        """Begin the first rollouts."""
+    def start(self, mode: str) -> None:
+        """Begin the first rollouts of a mode."""
+        self.mode = mode
+        self._stopping = False
         self._workers = [spawn(self._work(), name=f"rollouts {index}") for index in range(self._in_flight)]
 
     async def finish(self) -> None:

@@ -41,7 +41,6 @@ async def run(spec: DemoSpec) -> Result:
         try:
             async with asyncio.timeout(spec.pace.limit):
                 syncs = await _sync_under_load(spec, control, trainer, pool)
-                await pool.finish()
         except TimeoutError:
             raise DemoFailed(f"not done after {spec.pace.limit:g} s; see {spec.run_dir}/proxy.log") from None
         ran = time.monotonic()
@@ -84,9 +83,8 @@ async def _trainer(spec: DemoSpec, stack: Stack, control: Control, cleanup: Asyn
 
 async def _sync_under_load(spec: DemoSpec, control: Control, trainer: Trainer, pool: RolloutPool) -> list[Sync]:
     syncs: list[Sync] = []
-    pool.start()
     for mode in spec.modes:
-        pool.mode = mode
+        pool.start(mode)
         for index in range(1, spec.syncs + 1):
             await pool.more(spec.sync_every)
             sync = await sync_weights(control, trainer, mode, f"{mode}-{index}", pool.running)
@@ -95,6 +93,7 @@ async def _sync_under_load(spec: DemoSpec, control: Control, trainer: Trainer, p
                 f"  {mode:5} sync {index:2} of {spec.syncs}: paused {sync.window * 1000:7.1f} ms, the slowest engine's "
                 f"own part {sync.engines * 1000:7.1f} ms; {len(pool.finished)} rollouts, {len(pool.errors)} errors"
             )
-        # The last weights of each mode make tokens too.
+        # The last weights make tokens too, and no rollout sees two modes.
         await pool.more(spec.sync_every)
+        await pool.finish()
     return syncs

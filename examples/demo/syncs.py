@@ -25,10 +25,10 @@ CALL_LIMIT: Final = 300.0
 REPORT: Final = {"X-Fleetgate-Report": "1"}
 """Asks the proxy to say in its answer what each engine answered, and how fast."""
 
-TRAINER_CALLS: Final = ("start_weight_update", "update_weights", "finish_weight_update")
-"""Calls of vLLM's own client, which sends no report header: their overhead is read from the proxy's metrics."""
+TRAINER_CALLS: Final = frozenset({"start_weight_update", "update_weights", "finish_weight_update"})
+"""Calls of vLLM's own client, which asks for no report: what they took is read from the proxy's metrics."""
 
-_OVERHEAD = re.compile(r'^fleetgate_fanout_overhead_seconds_sum\{call="([^"]+)"\} (\S+)$', re.MULTILINE)
+_SPENT = re.compile(r'^fleetgate_fanout(_overhead|)_seconds_sum\{call="([^"]+)"\} (\S+)$', re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -41,14 +41,12 @@ class Sync:
     """Rollouts in flight when it began."""
     window: float = 0.0
     """From sending ``/pause`` to the answer of ``/resume``."""
+    engines: float = 0.0
+    """Of that, the slowest engine's own answer to each call, added up."""
     added: float = 0.0
-    """Of that, what the calls took beyond the slowest engine."""
+    """What the proxy's calls to all engines took beyond that. The rest of the window is the trainer's own work."""
     calls: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def engines(self) -> float:
-        """The window that the slowest engine alone would have needed."""
-        return self.window - self.added
+    """Each call as the trainer saw it."""
 
 
 class Control:
@@ -72,9 +70,8 @@ class Control:
             raise DemoFailed(f"POST {path} failed: {type(error).__name__}: {error}") from error
         seconds = time.perf_counter() - started
         if sync is not None:
-            slowest = max((float(each["seconds"]) for each in report.values()), default=seconds)
             sync.calls[path.partition("?")[0].strip("/")] = seconds
-            sync.added += seconds - slowest
+            sync.engines += max((float(each["seconds"]) for each in report.values()), default=seconds)
 
     async def get(self, path: str) -> Any:
         """GET JSON."""
@@ -83,11 +80,11 @@ class Control:
                 raise DemoFailed(f"GET {path} answered {answer.status}: {(await answer.text())[:500]}")
             return await answer.json(content_type=None)
 
-    async def overhead(self) -> float:
-        """Seconds that the trainer's own calls have taken beyond the slowest engine so far (the proxy's metrics)."""
+    async def spent(self) -> dict[tuple[str, str], float]:
+        """Seconds by (metric, call) that control calls have taken so far, as the proxy publishes them."""
         async with self._session.get(f"{self._base}/metrics") as answer:
-            sums = dict(_OVERHEAD.findall(await answer.text()))
-        return sum(float(sums.get(each, 0.0)) for each in TRAINER_CALLS)
+            found = _SPENT.findall(await answer.text())
+        return {(metric, call): float(value) for metric, call, value in found}
 
 
 class Trainer(Protocol):
@@ -176,12 +173,16 @@ class RealTrainer:
 async def sync_weights(control: Control, trainer: Trainer, mode: Mode, version: str, in_flight: int) -> Sync:
     """One whole sync: pause, new weights, resume."""
     sync = Sync(mode, version, in_flight)
-    before = await control.overhead() if isinstance(trainer, RealTrainer) else 0.0
+    before = await control.spent()
     started = time.perf_counter()
     await control.call(sync, f"/pause?mode={mode}")
     await trainer.send(sync)
     await control.call(sync, "/resume")
     sync.window = time.perf_counter() - started
-    if isinstance(trainer, RealTrainer):
-        sync.added += await control.overhead() - before
+    for (metric, call), total in (await control.spent()).items():
+        seconds = total - before.get((metric, call), 0.0)
+        if metric == "_overhead":
+            sync.added += seconds
+        if call in TRAINER_CALLS and isinstance(trainer, RealTrainer):
+            sync.engines += -seconds if metric == "_overhead" else seconds
     return sync

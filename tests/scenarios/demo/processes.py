@@ -8,23 +8,28 @@ import sys
 import uuid
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "FG_TEST_RUN"
 """Environment variable by which a run's processes are told from all others; children inherit it."""
 
 
-class Command:
-    """``python -m MODULE ARGS``, killed at the end of the block if it still runs."""
+DEMO = (sys.executable, "-m", "examples.demo")
+UP = (str(Path(sys.executable).with_name("fleetgate")), "up")
 
-    def __init__(self, module: str, *args: str, **environment: str) -> None:
-        self._argv = [sys.executable, "-m", module, *args]
+
+class Command:
+    """A command line, killed at the end of the block if it still runs."""
+
+    def __init__(self, *argv: str, **environment: str) -> None:
+        self._argv = argv
         self._mark = uuid.uuid4().hex
         self._environment = os.environ | environment | {MARK: self._mark}
         self.lines: list[str] = []
         self.process: asyncio.subprocess.Process
 
-    async def __aenter__(self) -> Command:
+    async def __aenter__(self) -> Self:
         self.process = await asyncio.create_subprocess_exec(
             *self._argv,
             cwd=ROOT,
@@ -56,6 +61,16 @@ class Command:
         self.lines += (await self.process.stdout.read()).decode().splitlines(keepends=True)
         return await self.process.wait()
 
+    async def gone(self) -> None:
+        """Wait until none of its processes is left."""
+        while self.left():  # noqa: ASYNC110 - the end of a stranger's process is no event
+            await asyncio.sleep(0.05)
+
+    def running(self, word: str) -> list[int]:
+        """Process ids with this word on their command line, without their guards, which have it after ``-I``."""
+        lines = {pid: command_line(pid) for pid in self.left()}
+        return [pid for pid, words in lines.items() if word in words and "-I" not in words]
+
     def left(self) -> list[int]:
         """Process ids of this run that are there now."""
         wanted = f"{MARK}={self._mark}".encode()
@@ -69,3 +84,11 @@ class Command:
                 if wanted in words:
                     found.append(int(entry.name))
         return found
+
+
+def command_line(pid: int) -> list[str]:
+    """The words that a process was started with; none when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []

@@ -8,11 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from processes import Command
+from processes import DEMO, Command
 
 from examples.demo import run as demo
 from examples.demo.settings import DemoSpec
 from examples.demo.stack import Stack
+
+SIM = "engine_launcher.sim"
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 async def test_every_token_of_the_demo_is_by_the_weights_that_its_span_names(tmp_path: Path) -> None:
     out = tmp_path / "demo.json"
     args = ("--in-flight", "12", "--syncs", "2", "--run-dir", str(tmp_path), "--json", str(out))
-    async with Command("examples.demo", *args) as command:
+    async with Command(*DEMO, *args) as command:
         code = await command.end()
         assert code == 0, "".join(command.lines)
         assert command.left() == []
@@ -56,7 +58,7 @@ async def test_without_the_gate_clients_see_the_pause_and_the_demo_says_so(
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 async def test_a_signal_ends_every_process(tmp_path: Path, signum: signal.Signals) -> None:
-    async with Command("examples.demo", "--in-flight", "4", "--run-dir", str(tmp_path)) as command:
+    async with Command(*DEMO, "--in-flight", "4", "--run-dir", str(tmp_path)) as command:
         await command.until("keep  sync  1")
         assert len(command.left()) > 3
         command.process.send_signal(signum)
@@ -65,9 +67,9 @@ async def test_a_signal_ends_every_process(tmp_path: Path, signum: signal.Signal
 
 
 async def test_an_engine_that_dies_half_way_fails_the_demo(tmp_path: Path) -> None:
-    async with Command("examples.demo", "--in-flight", "4", "--run-dir", str(tmp_path)) as command:
+    async with Command(*DEMO, "--in-flight", "4", "--run-dir", str(tmp_path)) as command:
         await command.until("keep  sync  1")
-        kill_an_engine(command)
+        os.kill(command.running(SIM)[0], signal.SIGKILL)
         assert await command.end() == 1
         assert command.left() == []
         assert "demo: POST /" in "".join(command.lines)
@@ -75,16 +77,6 @@ async def test_an_engine_that_dies_half_way_fails_the_demo(tmp_path: Path) -> No
 
 async def test_a_model_that_is_not_there_is_bad_usage(tmp_path: Path) -> None:
     args = ("--engine", "vllm", "--model", str(tmp_path / "none"), "--run-dir", str(tmp_path))
-    async with Command("examples.demo", *args) as command:
+    async with Command(*DEMO, *args) as command:
         assert await command.end() == 2
         assert "make model" in "".join(command.lines)
-
-
-def kill_an_engine(command: Command) -> None:
-    """SIGKILL to one engine; its guard has the same words among its own, after ``-I``."""
-    for pid in command.left():
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"engine_launcher.sim" in words and b"-I" not in words:
-            os.kill(pid, signal.SIGKILL)
-            return
-    raise AssertionError("no engine runs")
