@@ -13,7 +13,7 @@ from aiohttp import WSMsgType, web
 
 from engine_launcher.sim import metrics, model, parsing, serving, tokenizer
 from engine_launcher.sim.chat import read_messages
-from engine_launcher.sim.errors import BadRequestError, ValidationError, WireError, missing
+from engine_launcher.sim.errors import BadRequestError, HttpError, ValidationError, WireError, missing
 from engine_launcher.sim.replies import error_reply, json_reply
 from engine_launcher.sim.sequences import Generation, Sampling
 from engine_launcher.sim.serving import engine_of
@@ -42,6 +42,21 @@ async def version(request: web.Request) -> web.Response:
 async def load(request: web.Request) -> web.Response:
     """``GET /load``."""
     return json_reply({"server_load": engine_of(request).core.unfinished})
+
+
+async def scale_elastic_ep(request: web.Request) -> web.Response:
+    """``POST /scale_elastic_ep``: refused, there is nothing to scale."""
+    body = await parsing.json_body(request)
+    if body.get("new_data_parallel_size") is None:
+        raise HttpError(400, "new_data_parallel_size is required")
+    raise HttpError(500, "Scale failed")
+
+
+async def is_scaling_elastic_ep(request: web.Request) -> web.Response:
+    """``POST /is_scaling_elastic_ep``."""
+    del request
+    idle = {"phase": "idle", "epoch": None, "error": None, "requested_data_parallel_size": None}
+    return json_reply({"is_scaling_elastic_ep": False, **idle})
 
 
 async def metrics_page(request: web.Request) -> web.Response:
@@ -289,6 +304,8 @@ def routes() -> list[web.RouteDef]:
         web.get("/version", version),
         web.get("/load", load),
         web.get("/metrics", metrics_page),
+        web.post("/scale_elastic_ep", scale_elastic_ep),
+        web.post("/is_scaling_elastic_ep", is_scaling_elastic_ep),
         web.get("/v1/models", models),
         web.post("/tokenize", tokenize),
         web.post("/detokenize", detokenize),

@@ -174,6 +174,7 @@ class SimEngine:
 
     async def reset(self) -> None:
         """Forget everything as after a restart, without closing the port; faults and log go too."""
+        self.core.abort_all()
         await self.core.stop()
         await self.transfer.close()
         self._forget()

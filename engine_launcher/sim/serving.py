@@ -123,6 +123,8 @@ async def run_stream(
 
     """
     await stream.begin()
+    # vLLM renders the prompt in a thread between its two looks at the queue limits, so that a burst passes the first.
+    await asyncio.sleep(0)
     await engine.core.turn()
     engine.core.submit(generation)
     try:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.wire import Answer, Connection
 
 from engine_launcher.fleet import EngineFleet
 from engine_launcher.settings import FleetSpec
 from engine_launcher.vllm_engine import locate
+
+from .wire import Answer, Connection
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

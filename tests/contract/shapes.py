@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from contract.wire import Answer
+from .wire import Answer
 
 RECORDS = Path(__file__).parent / "records"
 

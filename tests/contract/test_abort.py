@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from contract.conftest import Target
-from contract.traffic import CHAT, COMPLETIONS, GENERATE, Dialect, last_choice, running
+
+from .conftest import Target
+from .traffic import CHAT, COMPLETIONS, GENERATE, Dialect, last_choice, running
 
 INTERNAL = [(COMPLETIONS, "cmpl-{}-0"), (CHAT, "chatcmpl-{}"), (GENERATE, "generate-tokens-{}")]
 

@@ -6,9 +6,10 @@ import asyncio
 import re
 
 import pytest
-from contract import shapes
-from contract.conftest import API_KEY, Target
-from contract.traffic import COMPLETIONS, DIALECTS, GENERATE, running
+
+from . import shapes
+from .conftest import API_KEY, Target
+from .traffic import COMPLETIONS, DIALECTS, GENERATE, running
 
 METRICS = [
     "process_start_time_seconds",

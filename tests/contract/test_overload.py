@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from contract import shapes
-from contract.conftest import QUEUE_LIMIT, Target
-from contract.traffic import CHAT, COMPLETIONS, DIALECTS, LONG, Dialect, running
-from contract.wire import Answer
+
+from . import shapes
+from .conftest import QUEUE_LIMIT, Target
+from .traffic import CHAT, COMPLETIONS, DIALECTS, LONG, Dialect, running
+from .wire import Answer
 
 DEAD = "The server had an error while processing your request."
 OPEN_TO_ALL = [dialect for dialect in DIALECTS if dialect.name != "generate"]

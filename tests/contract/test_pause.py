@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from contract import shapes
-from contract.conftest import Target
-from contract.traffic import (
+
+from . import shapes
+from .conftest import Target
+from .traffic import (
     CHOICES,
     COMPLETIONS,
     DIALECTS,
@@ -24,7 +25,7 @@ from contract.traffic import (
     sent,
     token_ids,
 )
-from contract.wire import Connection
+from .wire import Connection
 
 PAUSED = "Generation is paused. Please retry after it resumes."
 NAMES = [dialect.name for dialect in DIALECTS]

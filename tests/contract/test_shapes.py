@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from contract import shapes
-from contract.conftest import Target
+
+from . import shapes
+from .conftest import Target
 
 MESSAGES = [{"role": "user", "content": "Count the fish."}]
 FOUR: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
@@ -59,6 +60,10 @@ CASES: list[tuple[str, str, str, Any]] = [
     ("messages", "POST", "/v1/messages", MESSAGE),
     ("messages-stream", "POST", "/v1/messages", MESSAGE | STREAM),
     ("messages-count-tokens", "POST", "/v1/messages/count_tokens", {"model": "tiny", "messages": MESSAGES}),
+    ("is-scaling", "POST", "/is_scaling_elastic_ep", None),
+    ("responses-instructions", "POST", "/v1/responses", RESPONSE | {"instructions": "Be short."}),
+    ("messages-system", "POST", "/v1/messages", MESSAGE | {"system": "Be short."}),
+    ("chat-parts", "POST", CC, CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}),
     ("models", "GET", "/v1/models", None),
     ("version", "GET", "/version", None),
     ("health", "GET", "/health", None),
@@ -131,6 +136,7 @@ BAD: list[tuple[str, str, str, Any]] = [
     ("bad-lora-no-name", "POST", "/v1/load_lora_adapter", {"lora_path": "x"}),
     ("bad-lora-base-name", "POST", "/v1/load_lora_adapter", {"lora_name": "tiny", "lora_path": "x"}),
     ("bad-lora-unload", "POST", "/v1/unload_lora_adapter", {"lora_name": "nobody"}),
+    ("bad-scale", "POST", "/scale_elastic_ep", {}),
     ("bad-profile", "POST", "/start_profile", None),
 ]  # fmt: skip
 

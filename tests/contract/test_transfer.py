@@ -7,11 +7,11 @@ import os
 import subprocess
 from pathlib import Path
 
-from contract import shapes
-from contract.conftest import ROOT, Target
-from contract.traffic import COMPLETIONS, token_ids
-
 from engine_launcher.vllm_engine import locate
+
+from . import shapes
+from .conftest import ROOT, Target
+from .traffic import COMPLETIONS, token_ids
 
 _MAKE_ADAPTER = """
 import json, sys, torch

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from contract.conftest import Target
-from contract.wire import Answer, Connection
+from .conftest import Target
+from .wire import Answer, Connection
 
 SETTLE_SECONDS = 0.3
 """Long enough for a request to be running, short enough for one of `LONG` tokens to run on."""
