@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from engine_launcher.sim import model, parsing
+from engine_launcher.sim import adapters, model, parsing
 from engine_launcher.sim.errors import (
     CallFailedError,
     HttpError,
     ValidationError,
-    WireError,
     WorkerFailedError,
     missing,
     summary,
 )
-from engine_launcher.sim.replies import BareResponse, error_reply, json_reply
+from engine_launcher.sim.replies import BareResponse, json_reply
 from engine_launcher.sim.scheduler import PAUSE_MODES, PauseMode
 from engine_launcher.sim.serving import engine_of
 
@@ -328,54 +327,6 @@ async def plain_ok(request: web.Request) -> web.Response:
     return BareResponse(status=200)
 
 
-async def _adapter_body(request: web.Request) -> parsing.Body:
-    body = await parsing.json_body(request)
-    if "lora_name" not in body:
-        raise missing("lora_name", body)
-    return body
-
-
-async def load_lora(request: web.Request) -> web.Response:
-    """``POST /v1/load_lora_adapter``: plain text, unlike every other answer."""
-    body = await _adapter_body(request)
-    if "lora_path" not in body:
-        raise missing("lora_path", body)
-    name, path = body["lora_name"], body["lora_path"]
-    engine = engine_of(request)
-    if not name or not path:
-        return error_reply(WireError(400, "Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput"))
-    if name == engine.config.model_name:
-        return error_reply(
-            WireError(400, f"The lora adapter '{name}' conflicts with a served base model.", "InvalidUserInput")
-        )
-    if name in engine.adapters and not body.get("load_inplace"):
-        return error_reply(
-            WireError(
-                400,
-                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-                "'load_inplace' to True.",
-                "InvalidUserInput",
-            )
-        )
-    engine.adapters[name] = path
-    return BareResponse(body=f"Success: LoRA adapter '{name}' added successfully.".encode())
-
-
-async def unload_lora(request: web.Request) -> web.Response:
-    """``POST /v1/unload_lora_adapter``."""
-    body = await _adapter_body(request)
-    name = body["lora_name"]
-    engine = engine_of(request)
-    if not name:
-        return error_reply(
-            WireError(400, "'lora_name' needs to be provided to unload a LoRA adapter.", "InvalidUserInput")
-        )
-    if name not in engine.adapters:
-        return error_reply(WireError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError"))
-    del engine.adapters[name]
-    return BareResponse(body=f"Success: LoRA adapter '{name}' removed successfully.".encode())
-
-
 async def extra_control(request: web.Request) -> web.Response:
     """Serve a framework's own control path: ``sim_weights``, ``path`` or ``weight_dir`` in the body set the weights."""
     body = await parsing.optional_json(request)
@@ -417,7 +368,10 @@ def routes(*, dev_mode: bool, runtime_lora: bool, profiler: bool) -> list[web.Ro
             web.post("/reset_encoder_cache", plain_ok),
         ]
     if runtime_lora:
-        found += [web.post("/v1/load_lora_adapter", load_lora), web.post("/v1/unload_lora_adapter", unload_lora)]
+        found += [
+            web.post("/v1/load_lora_adapter", adapters.load),
+            web.post("/v1/unload_lora_adapter", adapters.unload),
+        ]
     if profiler:
         found += [web.post("/start_profile", plain_ok), web.post("/stop_profile", plain_ok)]
     return found

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from engine_launcher.errors import LauncherError
 from engine_launcher.fleet import EngineFleet
 from engine_launcher.settings import FleetSpec
 from engine_launcher.vllm_engine import locate
@@ -130,6 +131,15 @@ class Target:
         else:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.fleet.kill_core(0), self.thread.loop))
 
+    async def restart(self) -> None:
+        """Kill the server and start it anew on its port."""
+
+        async def again() -> None:
+            await self.fleet.kill(0)
+            await self.fleet.restart(0)
+
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(again(), self.thread.loop))
+
 
 class Engines:
     """Starts each fleet when a test first wants it."""
@@ -138,9 +148,13 @@ class Engines:
         self._scratch = scratch
         self._thread = LoopThread()
         self._targets: dict[tuple[str, str], Target] = {}
+        self._fleets: list[EngineFleet] = []
+        self._failed: dict[str, str] = {}
         self._model: Path | None = None
 
     def get(self, kind: str, role: str) -> Target:
+        if kind in self._failed:
+            pytest.fail(self._failed[kind])
         if (kind, role) not in self._targets:
             self._start(kind, role)
         return self._targets[kind, role]
@@ -153,9 +167,15 @@ class Engines:
         async def start() -> None:
             await asyncio.gather(*(fleet.start() for fleet in fleets.values()))
 
+        self._fleets += fleets.values()
+        try:
+            self._thread.run(start())
+        except LauncherError as error:
+            # Every other test would wait as long for the same end.
+            self._failed[kind] = str(error)
+            pytest.fail(str(error))
         for each, fleet in fleets.items():
             self._targets[kind, each] = Target(kind, fleet, self._thread, API_KEY if each == "guarded" else None)
-        self._thread.run(start())
 
     def _spec(self, kind: str, role: str) -> FleetSpec:
         logs = self._scratch / f"{kind}-{role}"
@@ -181,7 +201,7 @@ class Engines:
 
     def stop(self) -> None:
         async def stop() -> None:
-            await asyncio.gather(*(target.fleet.stop() for target in self._targets.values()))
+            await asyncio.gather(*(fleet.stop() for fleet in self._fleets))
 
         self._thread.run(stop())
         self._thread.stop()

@@ -51,6 +51,12 @@ async def test_request_id_is_part_of_the_answers_id(engine: Target) -> None:
     assert answer.json()["request_id"] == "generate-tokens-abc"
 
 
+@pytest.mark.parametrize("name", ["X-Session-ID", "X-data-parallel-rank"])
+async def test_routing_headers_are_taken(engine: Target, name: str) -> None:
+    answer = await engine.call("POST", COMPLETIONS.path, COMPLETIONS.body(), {name: "0"})
+    assert answer.status == 200
+
+
 async def test_request_id_is_echoed_when_asked_for(guarded: Target) -> None:
     answer = await guarded.call("POST", COMPLETIONS.path, COMPLETIONS.body(), {"X-Request-Id": "abc"})
     assert answer.headers["x-request-id"] == "abc"

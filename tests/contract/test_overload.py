@@ -1,4 +1,4 @@
-"""A full queue, and the death of the engine process."""
+"""A full queue, the death of the engine process, and a restart."""
 
 from __future__ import annotations
 
@@ -74,3 +74,18 @@ async def test_death_of_the_engine_process(guarded: Target, record: bool) -> Non
             except ConnectionError:
                 pass
             await asyncio.sleep(0.1)
+
+
+async def _start_time(engine: Target) -> float:
+    page = (await engine.get("/metrics")).body.decode()
+    (line,) = [line for line in page.splitlines() if line.startswith("process_start_time_seconds ")]
+    return float(line.split()[1])
+
+
+@pytest.mark.kills
+async def test_a_restart_shows_in_the_label_and_the_start_time(engine: Target) -> None:
+    await engine.post("/update_weight_version", {"new_version": "before"})
+    before = await _start_time(engine)
+    await engine.restart()
+    assert (await engine.get("/weight_info")).json() == {"weight_version": "default"}
+    assert await _start_time(engine) > before

@@ -199,6 +199,15 @@ async def test_sleeping_engine_is_silent_and_waking_resumes(engine: Target) -> N
     assert (await engine.get("/is_paused")).json() == {"is_paused": False}
 
 
+async def test_sleeping_for_good_is_answered_and_undone(engine: Target, record: bool) -> None:
+    answer = await engine.post("/sleep?level=1&mode=abort")
+    shapes.check("sleep", answer, record=record)
+    answer = await engine.post("/wake_up")
+    shapes.check("wake-up", answer, record=record)
+    assert (await engine.get("/is_sleeping")).json() == {"is_sleeping": False}
+    assert (await engine.post(COMPLETIONS.path, COMPLETIONS.body())).status == 200
+
+
 async def test_prefix_cache_reset_reports_what_happened(engine: Target, record: bool) -> None:
     async with running(engine, COMPLETIONS):
         answer = await engine.post("/reset_prefix_cache")

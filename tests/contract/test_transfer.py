@@ -46,6 +46,14 @@ async def test_start_opens_once(engine: Target, record: bool) -> None:
     assert (await engine.post("/update_weights", {"update_info": {}})).status == 500
 
 
+async def test_an_update_list_is_indexed_from_zero(engine: Target, record: bool) -> None:
+    await engine.post("/start_weight_update")
+    answer = await engine.post("/update_weights", {"update_info": []})
+    assert answer.status == 500
+    shapes.check("transfer-list-too-short", answer, record=record)
+    assert (await engine.post("/finish_weight_update")).status == 500
+
+
 async def test_finish_sets_the_label(engine: Target) -> None:
     await engine.post("/start_weight_update")
     answer = await engine.post("/finish_weight_update", {"weight_version": "w1"})
