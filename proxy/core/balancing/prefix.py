@@ -1,0 +1,135 @@
+"""Prompts go where the longest beginning of them was seen last, as far as the load allows.
+
+An approximate radix tree: a prompt is cut into blocks, and a block's id is a hash over the block and the id before it,
+so that an id stands for the whole beginning up to its end. What an engine is believed to have cached is a set of such
+ids, the least recently used given up first, which is how the engine's own prefix cache goes. Ids are `hash` of bytes,
+which is keyed per process: a client cannot make two prompts collide.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from proxy.core.balancing.base import C
+from proxy.core.balancing.spread import LeastInflight
+
+BLOCK_BYTES = 256
+"""Bytes of a block: some 64 tokens of text or of ids, four blocks of vLLM's cache; short beginnings are not worth a
+move, and a block costs about 0.3 us and 150 bytes."""
+
+
+class Prefix:
+    """Longest cached beginning first, unless its engine is too busy.
+
+    The engine with the longest match takes the request if the match is worth it (``min_match`` of what was looked at),
+    and if it is not too busy: it may hold ``balance_abs`` requests per unit of weight more than the least busy engine,
+    and beyond that up to ``balance_rel`` times as many. Otherwise the least busy engine takes it. Narrow margins (4 and
+    1.1) undo the affinity, as the field found: 65 % of prefix hits against 84 % with 32 and 1.5.
+
+    Args:
+        prompt_bytes: bytes of a prompt that are looked at.
+        max_blocks: blocks remembered of all engines together.
+        balance_abs: requests per unit of weight above the least busy engine that never send a prompt elsewhere.
+        balance_rel: times the load of the least busy engine that never sends a prompt elsewhere.
+        min_match: share of the prompt that must be cached for it to count, 0 to 1.
+        block_bytes: bytes of a block.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt_bytes: int,
+        max_blocks: int,
+        balance_abs: float,
+        balance_rel: float,
+        min_match: float,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self.prompt_bytes = prompt_bytes
+        self._max_blocks = max_blocks
+        self._abs = balance_abs
+        self._rel = balance_rel
+        self._min_match = min_match
+        self._block = block_bytes
+        self._spread = LeastInflight()
+        self._cached: dict[str, OrderedDict[int, None]] = {}
+        self._holders: dict[int, set[str]] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        """Blocks remembered, of all engines together."""
+        return self._size
+
+    def select(self, candidates: Sequence[C], key: bytes | None, now: float, prompt: bytes = b"") -> C:
+        """The engine that has most of the prompt, or the least busy one."""
+        blocks = self._blocks(prompt)
+        if not blocks:
+            return self._spread.select(candidates, key, now)
+        chosen = self._longest(candidates, blocks)
+        if chosen is None:
+            chosen = self._spread.select(candidates, key, now)
+        self._remember(chosen.id, blocks, len(candidates))
+        return chosen
+
+    def _blocks(self, prompt: bytes) -> list[int]:
+        """Ids of the whole blocks of a prompt; what is left of it is too short to be worth a place."""
+        size = self._block
+        out: list[int] = []
+        last = 0
+        for at in range(0, min(len(prompt), self.prompt_bytes) - size + 1, size):
+            last = hash((last, prompt[at : at + size]))
+            out.append(last)
+        return out
+
+    def _longest(self, candidates: Sequence[C], blocks: Sequence[int]) -> C | None:
+        needed = max(1, self._min_match * len(blocks))
+        present = {candidate.id: candidate for candidate in candidates}
+        best: dict[str, C] = {}
+        for number, block in enumerate(blocks):
+            holders = self._holders.get(block)
+            left = {name: one for name, one in (best or present).items() if name in holders} if holders else {}
+            if not left:
+                if number < needed:
+                    return None
+                break
+            best = left
+        lowest = min([candidate.inflight / candidate.weight for candidate in candidates])
+        chosen = min(best.values(), key=lambda one: one.inflight / one.weight)
+        load = chosen.inflight / chosen.weight
+        if load > lowest + self._abs and load > lowest * self._rel:
+            return None
+        return chosen
+
+    def _remember(self, engine_id: str, blocks: Sequence[int], engines: int) -> None:
+        cached = self._cached.get(engine_id)
+        if cached is None:
+            cached = self._cached[engine_id] = OrderedDict()
+        # From the end to the beginning: of a prompt its end is given up first, as an engine frees it.
+        for block in reversed(blocks):
+            if block in cached:
+                cached.move_to_end(block)
+            else:
+                cached[block] = None
+                self._holders.setdefault(block, set()).add(engine_id)
+                self._size += 1
+        share = max(len(blocks), self._max_blocks // engines)
+        while len(cached) > share:
+            block, _ = cached.popitem(last=False)
+            self._drop(block, engine_id)
+
+    def _drop(self, block: int, engine_id: str) -> None:
+        holders = self._holders[block]
+        holders.discard(engine_id)
+        if not holders:
+            del self._holders[block]
+        self._size -= 1
+
+    def finish(self, key: bytes) -> bool:  # noqa: ARG002 - the form of a policy
+        """Sessions are not remembered; prompts tell where they were."""
+        return False
+
+    def forget(self, engine_id: str) -> None:
+        """Its caches are empty."""
+        for block in self._cached.pop(engine_id, ()):
+            self._drop(block, engine_id)
