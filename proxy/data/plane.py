@@ -6,12 +6,13 @@ import asyncio
 import ipaddress
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.config import Policy, Settings
-from proxy.core.balancing import Balancer, ConsistentHash, LeastInflight, PowerOfTwo, RoundRobin, Sticky
+from proxy.core.balancing import Balancer, ConsistentHash, LeastInflight, PowerOfTwo, Prefix, RoundRobin, Sticky
+from proxy.core.balancing.keys import prompt_of, session_of, session_pattern
 from proxy.core.framing import Limits
 from proxy.core.retry import Backoff, Budget
 from proxy.data.gate import Gate
@@ -51,9 +52,30 @@ def make_balancer(settings: Settings) -> Balancer:
         case Policy.POWER_OF_TWO:
             return PowerOfTwo(Random())
         case Policy.CONSISTENT_HASH:
-            return ConsistentHash()
+            return ConsistentHash(bound=settings.hash_bound)
+        case Policy.PREFIX:
+            return Prefix(
+                prompt_bytes=settings.prefix_bytes,
+                max_blocks=settings.prefix_max_blocks,
+                balance_abs=settings.prefix_balance_abs,
+                balance_rel=settings.prefix_balance_rel,
+                min_match=settings.prefix_min_match,
+            )
         case _:
-            return Sticky(ttl=settings.session_ttl, max_sessions=settings.max_sessions, margin=settings.sticky_margin)
+            return Sticky(
+                ttl=settings.session_ttl,
+                max_sessions=settings.max_sessions,
+                margin=settings.sticky_margin,
+                slack=settings.sticky_slack,
+                live=settings.session_live,
+            )
+
+
+def _clears_caches(call: str, query: str | None) -> bool:
+    """Whether a control call empties the prefix caches. ``/pause`` does unless ``clear_cache`` is false (vLLM)."""
+    if call in ("reset_prefix_cache", "sleep", "release_kv_cache_memory"):
+        return True
+    return call == "pause" and query is not None and "clear_cache=false" not in query.lower()
 
 
 class Tracker:
@@ -126,6 +148,7 @@ class DataPlane:
             body=settings.max_body,
         )
         self.session_headers = tuple(name.lower().encode("ascii") for name in settings.session_headers)
+        self._session_fields = session_pattern(settings.session_body_fields)
         self.draining = False
         key = settings.engine_api_key
         self.engine_authorization = (
@@ -140,6 +163,7 @@ class DataPlane:
         self._trusted = [ipaddress.ip_network(item) for item in settings.trusted_proxies]
         self._trust: dict[str, bool] = {}
         fleet.on_eligible.append(self.gate.pump)
+        fleet.listeners.append(self._on_event)
 
     @property
     def watch(self) -> EngineWatch:
@@ -167,14 +191,30 @@ class DataPlane:
             return bool(self.fleet.eligible)
         return any(engine.inflight < limit for engine in self.fleet.eligible)
 
-    def pick(self, tried: Iterable[Engine], key: bytes | None, now: float, *, generation: bool) -> Engine | None:
+    def pick(
+        self,
+        tried: Iterable[Engine],
+        key: bytes | None,
+        now: float,
+        *,
+        generation: bool,
+        body: Sequence[bytes] = (),
+    ) -> Engine | None:
         """An engine for a request, none of those tried while another is left.
 
         A request that does not run the model may go to any engine that lives, if none is eligible.
+
+        Args:
+            tried: engines that failed it.
+            key: its session, as a header named it.
+            now: loop time.
+            generation: it runs the model.
+            body: what has come of its body, in pieces; looked at only where a setting asks for it.
         """
         candidates = self.fleet.eligible
         limit = self.settings.max_inflight
-        if limit and generation:
+        # The list itself is kept while no engine is full: policies remember what they found in it.
+        if limit and generation and any([engine.inflight >= limit for engine in candidates]):  # noqa: C419 - a list is faster
             candidates = [engine for engine in candidates if engine.inflight < limit]
         if not candidates and not generation:
             candidates = [engine for engine in self.fleet if engine.alive]
@@ -182,9 +222,24 @@ class DataPlane:
             candidates = [engine for engine in candidates if engine not in tried] or candidates
         if not candidates:
             return None
-        if len(candidates) == 1 and key is None:
+        prompt = b""
+        if body and generation:
+            if key is None and self._session_fields is not None:
+                key = session_of(body, self._session_fields)
+            wanted = self.balancer.prompt_bytes
+            if wanted:
+                prompt = prompt_of(body, wanted)
+        if len(candidates) == 1 and key is None and not prompt:
             return candidates[0]
-        return self.balancer.select(candidates, key, now)
+        return self.balancer.select(candidates, key, now, prompt)
+
+    def _on_event(self, kind: str, details: dict[str, Any]) -> None:
+        """Tell the policy whose caches are gone: it must not draw sessions and prompts to them any more."""
+        if kind == "engine_restarted":
+            self.balancer.forget(details["engine"])
+        elif kind == "control_call" and _clears_caches(details["call"], details.get("query")):
+            for engine in details["legs"]:
+                self.balancer.forget(engine)
 
     def others_left(self, tried: Iterable[Engine], *, generation: bool) -> bool:
         """Whether an engine could take the request that has not been tried yet."""
