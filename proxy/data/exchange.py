@@ -251,9 +251,7 @@ class Exchange:
 
     def _try_engine(self) -> bool:
         now = self.client.loop.time()
-        engine = self.plane.pick(
-            self.tried, self.head.session, now, generation=self.generation, body=self.body
-        )
+        engine = self.plane.pick(self.tried, self.head.session, now, generation=self.generation, body=self.body)
         if engine is None:
             if self.generation:
                 self._hold(front=True)
