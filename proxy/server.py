@@ -21,8 +21,6 @@ _log = logging.getLogger("fleetgate.server")
 GONE_CHECK = 0.5
 """Seconds between looks at clients whose bytes are left in the socket; a client that went away must be noticed
 within one second."""
-HEAD_LINES = 8
-"""A whole request head may be as long as this many of the longest header lines."""
 MAX_KNOWN_PATHS = 1024
 """Paths whose owner is remembered; strangers cannot grow the table further."""
 BACKLOG = 4096
@@ -54,7 +52,7 @@ class Server:
             self.ssl_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self.ssl_context.load_cert_chain(settings.tls_cert, settings.tls_key)
         self.tick = min(settings.header_timeout, settings.body_timeout, settings.client_idle) / 2
-        self.max_head = settings.max_request_line + HEAD_LINES * settings.max_header_line
+        self.max_head = plane.limits.head
 
     async def start(self, *, reuse_port: bool = False) -> tuple[str, int]:
         """Listen; returns the address and port.

@@ -18,6 +18,7 @@ from proxy.errors import (
     BodyTooLarge,
     ExpectationFailed,
     HeadersTooLarge,
+    MethodNotAllowed,
     NotImplementedCoding,
     TargetTooLong,
     VersionNotSupported,
@@ -73,6 +74,8 @@ class Limits:
     header_line: int = 8192
     headers: int = 128
     body: int = 0
+    head: int = 73_728
+    """Names and values of all fields together, and the request line: as much as eight of the longest lines."""
 
 
 @dataclass(slots=True)
@@ -149,6 +152,8 @@ def inspect(
     """
     if version not in ("1.1", "1.0"):
         raise VersionNotSupported(f"HTTP/{version} is not spoken here; use HTTP/1.1")
+    if method == b"CONNECT":
+        raise MethodNotAllowed("CONNECT is not served: this is no forward proxy")
     if len(method) + len(target) + 11 > limits.request_line:
         raise TargetTooLong(f"the request line is over {limits.request_line} bytes")
     if len(headers) > limits.headers:
@@ -160,8 +165,11 @@ def inspect(
     named: set[bytes] | None = None
     upgrade = b""
     close = not http11
+    total = len(target)
     for name, value in headers:
-        if len(name) + len(value) > limits.header_line:
+        size = len(name) + len(value)
+        total += size
+        if size > limits.header_line:
             raise HeadersTooLarge(f"the header {name[:64]!r} is over {limits.header_line} bytes")
         known = _lower.get(name) or lower_name(name)
         if known not in _SPECIAL:
@@ -173,12 +181,14 @@ def inspect(
             hosts += 1
             head.host = value
         elif known == b"content-length":
-            if head.length is not None or _DIGITS.fullmatch(value) is None:
+            # White space around a value is not part of it (RFC 9112 section 5).
+            digits = value.strip(b" \t")
+            if head.length is not None or _DIGITS.fullmatch(digits) is None:
                 raise BadRequest("Content-Length must be one number of decimal digits, given once")
-            head.length = int(value)
+            head.length = int(digits)
         elif known == b"transfer-encoding":
-            if head.chunked or value.lower() != b"chunked":
-                raise NotImplementedCoding("the only transfer coding taken is 'chunked', given once")
+            if value.strip(b" \t").lower() != b"chunked" or head.chunked:
+                _refuse_coding(value, again=head.chunked)
             head.chunked = True
         elif known == b"connection":
             for token in value.lower().split(b","):
@@ -211,6 +221,8 @@ def inspect(
             head.hold_timeout = float(value)
         elif known == b"x-fleetgate-no-retry":
             head.no_retry = value == b"1"
+    if total > limits.head:
+        raise HeadersTooLarge(f"the request head is over {limits.head} bytes")
     _check_framing(head, limits)
     if hosts != 1 and (http11 or hosts):
         raise BadRequest(f"a request must carry one Host field, this one has {hosts}")
@@ -237,6 +249,14 @@ _SPECIAL: frozenset[bytes] = HOP_BY_HOP | {
     b"x-fleetgate-hold-timeout",
     b"x-fleetgate-no-retry",
 }
+
+
+def _refuse_coding(value: bytes, *, again: bool) -> None:
+    """A body that does not end with one ``chunked`` has no length (RFC 9112 section 6.3); others are 501 (6.1)."""
+    codings = [coding.strip() for coding in value.lower().split(b",")]
+    if again or codings[-1] != b"chunked" or b"chunked" in codings[:-1]:
+        raise BadRequest("Transfer-Encoding must be 'chunked', given once")
+    raise NotImplementedCoding("the only transfer coding taken is 'chunked'")
 
 
 def _check_framing(head: RequestHead, limits: Limits) -> None:

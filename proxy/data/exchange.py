@@ -84,7 +84,6 @@ class Exchange:
         "body_done",
         "body_size",
         "client",
-        "engine",
         "generation",
         "head",
         "held_bytes",
@@ -92,6 +91,7 @@ class Exchange:
         "hold_since",
         "hold_timer",
         "id_bytes",
+        "last_engine",
         "lines",
         "order",
         "phase",
@@ -125,7 +125,7 @@ class Exchange:
         self._resends = 0
         self._fresh = False
         self.tried: list[Engine] = []
-        self.engine: Engine | None = None
+        self.last_engine: Engine | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.relay = Relay(self)
         self.version = b""
@@ -148,6 +148,11 @@ class Exchange:
     def route(self) -> str:
         """The path."""
         return self.head.path.decode("latin-1")
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that has the request now; None while it is held or waits."""
+        return self.attempt.engine if self.attempt is not None else None
 
     # From the client
 
@@ -259,7 +264,7 @@ class Exchange:
                 self._fail(NoEngine("no engine answers; see /fleet", retry_after=RETRY_AFTER))
             return False
         self.phase = Phase.SENT
-        self.engine = engine
+        self.last_engine = engine
         self.attempts += 1
         self.attempt = attempt = Attempt(self, engine)
         # A body that can be sent only once must not meet a connection that the engine has just closed.
@@ -394,7 +399,7 @@ class Exchange:
         if self.client.in_tunnel:
             self.client.cut(hard=True)
         else:
-            name = self.engine.id if self.engine is not None else "?"
+            name = self.last_engine.id if self.last_engine is not None else "?"
             self.relay.cut(f"engine {name} broke off its answer: {failure.detail}", code="engine_broken", status=502)
         self._over(502)
 

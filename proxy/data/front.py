@@ -165,10 +165,10 @@ class Front(ClientConnection):
         if self._tunnel is not None:
             self._tunnel(data)
             return
+        if self.closing or self._deaf:
+            return
         if self._tunnel_early is not None:
             self._early(data)
-            return
-        if self.closing or self._deaf:
             return
         self._last_read = now = self.loop.time()
         if self._arriving is None:
@@ -285,7 +285,9 @@ class Front(ClientConnection):
 
     def keeps_alive(self, request: Inbound) -> bool:
         """Whether the connection may carry another request after this one's answer."""
-        return request.head.keep_alive and request.body_done and not self.closing and not self._server.plane.draining
+        if self.closing or self._server.plane.draining or self._tunnel_early is not None:
+            return False
+        return request.head.keep_alive and request.body_done
 
     def answer_begun(self) -> None:
         """The head of an answer is about to be written: from here on nothing else may answer this request."""
@@ -301,7 +303,7 @@ class Front(ClientConnection):
         if self._error is not None and not self._queue:
             error, self._error = self._error, None
             self._answer_nobody(error)
-        elif not request.body_done:
+        elif not request.body_done or self._tunnel_early is not None:
             # The rest of the body is read and thrown away for a moment, or a reset would take the answer with it.
             self.linger()
         elif not self.keeps_alive(request) or self.transport.is_closing():
@@ -362,8 +364,8 @@ class Front(ClientConnection):
                 ("X-Fleetgate-Attempts", str(request.attempts)),
                 ("X-Fleetgate-Weight-Version", self._server.plane.version_header().decode("latin-1")),
             ]
-            if request.engine is not None:
-                extra.append(("X-Fleetgate-Engine", request.engine.id))
+            if request.last_engine is not None:
+                extra.append(("X-Fleetgate-Engine", request.last_engine.id))
         close = not self.keeps_alive(request)
         self.write(error_answer(error, close=close, bodyless=request.head.method == b"HEAD", extra=extra))
 

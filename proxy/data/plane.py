@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 access_log = logging.getLogger("fleetgate.access")
 
+HEAD_LINES = 8
+"""A whole request head may be as long as this many of the longest header lines."""
+
 
 class EngineWatch(Protocol):
     """Who looks after the engines' health and identity (`proxy.fleet.probes`)."""
@@ -146,6 +149,7 @@ class DataPlane:
             header_line=settings.max_header_line,
             headers=settings.max_headers,
             body=settings.max_body,
+            head=settings.max_request_line + HEAD_LINES * settings.max_header_line,
         )
         self.session_headers = tuple(name.lower().encode("ascii") for name in settings.session_headers)
         self._session_fields = session_pattern(settings.session_body_fields)
