@@ -292,9 +292,11 @@ class Prober:
         started = loop.time()
         calls = engine.calls
         watched.broken, broken = False, watched.broken
+        # The kept connection comes first: whatever is learned after it holds as long as it stays open.
+        watched.sentinel.drop()
         try:
-            health, weight, paused, metrics, size = await asyncio.gather(
-                engine.upstream.fetch("GET", "/health", timeout=self._settings.probe_timeout),
+            health = await watched.sentinel.ask("/health", timeout=self._settings.probe_timeout)
+            weight, paused, metrics, size = await asyncio.gather(
                 self._get(engine, "/weight_info"),
                 self._get(engine, "/is_paused"),
                 self._get(engine, "/metrics"),

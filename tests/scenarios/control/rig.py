@@ -10,29 +10,74 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from yarl import URL
 
 from proxy.config import Settings
 from proxy.control.plane import ControlPlane
 from proxy.core.engine_state import State
-from proxy.data.plane import DataPlane
+from proxy.data.gate import Gate
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
 from tests.scenarios.control.mock import MockEngine
 
-FAST = {"probe_interval": 0.05, "probe_timeout": 0.5, "pause_watch_interval": 0.05, "replay_window": 5.0}
+FAST = {"probe_interval": 0.05, "probe_timeout": 3.0, "pause_watch_interval": 0.05, "replay_window": 5.0}
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """What the tracker knows of a request."""
+
+    request_id: str
+    route: str
+    engine: Engine | None
+    aborted: bool = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class FakeTracker:
+    def __init__(self) -> None:
+        self.requests: list[FakeRequest] = []
+
+    def find(self, request_id: str) -> list[FakeRequest]:
+        return [item for item in self.requests if item.request_id == request_id]
+
+    def all(self) -> list[FakeRequest]:
+        return list(self.requests)
+
+
+class FakeBalancer:
+    def __init__(self) -> None:
+        self.sessions: set[bytes] = set()
+
+    def finish(self, key: bytes) -> bool:
+        return key in self.sessions
+
+    def forget(self, engine_id: str) -> None:
+        pass
+
+
+class FakeData:
+    """The parts of the data plane that the control plane touches; the gate is the real one."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.gate = Gate(max_requests=16, max_bytes=1 << 20, can_pass=lambda: bool(fleet.eligible))
+        self.tracker = FakeTracker()
+        self.balancer = FakeBalancer()
 
 
 @dataclass
 class Rig:
     engines: list[MockEngine]
     plane: ControlPlane
-    data: DataPlane
+    data: FakeData
     base: str
     http: aiohttp.ClientSession
     events: list[tuple[str, dict[str, Any]]]
 
     async def call(self, path: str, *, method: str = "POST", status: int | None = 200, **kw: Any) -> Any:
-        async with self.http.request(method, self.base + path, **kw) as response:
+        async with self.http.request(method, URL(self.base + path, encoded=True), **kw) as response:
             text = await response.text()
             assert "Content-Length" in response.headers
             if status is not None:
@@ -44,6 +89,14 @@ class Rig:
 
     async def get(self, path: str, *, status: int | None = 200, **kw: Any) -> Any:
         return await self.call(path, method="GET", status=status, **kw)
+
+    async def raw(self, head: str, body: bytes = b"") -> bytes:
+        """A request written by hand, for what clients hide; the answer as it came."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(self.base.rsplit(":", 1)[1]))
+        writer.write(head.replace("\n", "\r\n").encode() + b"Host: x\r\nConnection: close, x-hop\r\n\r\n" + body)
+        answer = await reader.read()
+        writer.close()
+        return answer
 
     def engine(self, index: int) -> Engine:
         return self.plane.fleet.engines[self.engines[index].id]
@@ -90,9 +143,8 @@ async def rig(count: int = 2, *, engines: list[MockEngine] | None = None, **sett
 async def proxy_for(mocks: list[MockEngine], **settings: Any) -> AsyncIterator[Rig]:
     fleet = Fleet(asyncio.get_running_loop().time)
     config = Settings(engine=[mock.url for mock in mocks], **{**FAST, **settings})
-    data = DataPlane(config, fleet)
-    plane = ControlPlane(config, fleet, data)
-    data.watch = plane.prober
+    data = FakeData(fleet)
+    plane = ControlPlane(config, fleet, data)  # type: ignore[arg-type]
     events: list[tuple[str, dict[str, Any]]] = []
     fleet.listeners.append(lambda kind, details: events.append((kind, details)))
     runner = web.AppRunner(plane.make_app(), handler_cancellation=True, shutdown_timeout=0.1)
