@@ -268,9 +268,15 @@ class Conductor:
     def _late(self, asked: Asked, engine: Engine, leg: Leg) -> None:
         """An answer that nobody waits for: it changes nothing, except that a pause must not outlive its resume."""
         self._fleet.emit("leg_late", call=asked.call.name, engine=engine.id, status=leg.status, seconds=leg.seconds)
-        if asked.call.kind is Kind.PAUSE and leg.ok and not self._gate.closed:
-            self._prober.watch_paused(engine)
-            self._owe(engine, self._resume_shot())
+        if asked.call.kind is Kind.PAUSE and leg.ok:
+            spawn(self._undo_pause(engine), name=f"undo late pause {engine.id}")
+
+    async def _undo_pause(self, engine: Engine) -> None:
+        """A pause was overtaken by a resume: whichever came last there, the engine must not stay paused."""
+        if self._gate.closed or not await self._prober.is_paused(engine) or self._gate.closed:
+            return
+        self._prober.watch_paused(engine)
+        await self._resume_leg(engine, self._resume_shot())
 
     def _resume_shot(self) -> Shot:
         return Shot(CALLS["/resume"], "POST", "/resume", timeout=self._settings.control_timeout)
@@ -475,6 +481,9 @@ class Conductor:
         self._after(asked, shot, engines, legs, merged)
         self._open(asked.client)
         self._admission.review_all()
+        if other is not None and other.asked.call.kind is Kind.PAUSE:
+            for engine in hung:
+                spawn(self._undo_pause(engine), name=f"undo late pause {engine.id}")
         reply = reply_merged(asked.call, merged, legs)
         self._report(asked, reply, loop.time() - started)
         return reply

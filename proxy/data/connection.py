@@ -108,6 +108,7 @@ class Connection(asyncio.Protocol):
         "_reason",
         "_refused",
         "closed",
+        "dedicated",
         "idle_since",
         "receiver",
         "request_open",
@@ -123,6 +124,8 @@ class Connection(asyncio.Protocol):
         self.receiver: Receiver | None = None
         self.reused = False
         self.closed = False
+        self.dedicated = False
+        """For one exchange only: never given to another."""
         self.idle_since = 0.0
         self.tunnel: Callable[[bytes], None] | None = None
         self._reading = True
@@ -316,7 +319,7 @@ class Connection(asyncio.Protocol):
     def _release(self) -> None:
         """The answer is whole: the connection may serve again if both sides are through with the exchange."""
         head = self._head
-        if self._dirty or self.request_open or head is None or not head.keep_alive or self.closed:
+        if self._dirty or self.request_open or self.dedicated or head is None or not head.keep_alive or self.closed:
             # An engine that answered before it had the whole request would take the next one for the rest of it.
             self.close()
             return

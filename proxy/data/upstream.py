@@ -164,10 +164,12 @@ class Upstream:
         """
         sent = False
         own: Connection | None = None
+        collector: _Collector | None = None
         try:
             async with asyncio.timeout(timeout):
                 if connection is None:
                     connection = own = await self.connect()
+                    own.dedicated = True
                 collector = _Collector(connection, limit)
                 sent = True
                 connection.send(
@@ -184,7 +186,8 @@ class Upstream:
             if own is not None:
                 own.receiver = None
                 own.abort()
-            elif connection is not None and connection.receiver is not None:
+            elif connection is not None and collector is not None and connection.receiver is collector:
+                # Only this exchange may be ended: once it is over, the next one may be on the connection already.
                 connection.detach()
 
     def request_head(
