@@ -54,7 +54,10 @@ class Balancer(Protocol):
         """A session is over; True if it was known."""
 
     def forget(self, engine_id: str) -> None:
-        """An engine left, or its caches were lost: nothing draws its sessions or prefixes there any more."""
+        """An engine left or restarted: nothing draws sessions or prompts there any more."""
+
+    def emptied(self, engine_id: str) -> None:
+        """An engine goes on, but what it had cached is gone."""
 
 
 class Stateless:
@@ -68,6 +71,9 @@ class Stateless:
 
     def forget(self, engine_id: str) -> None:
         """Nothing is remembered of an engine."""
+
+    def emptied(self, engine_id: str) -> None:
+        """Caches do not matter here."""
 
 
 class Shares:

@@ -130,6 +130,10 @@ class Prefix:
         return False
 
     def forget(self, engine_id: str) -> None:
-        """Its caches are empty."""
+        """None of its blocks is there any more."""
         for block in self._cached.pop(engine_id, ()):
             self._drop(block, engine_id)
+
+    def emptied(self, engine_id: str) -> None:
+        """Its caches are empty."""
+        self.forget(engine_id)

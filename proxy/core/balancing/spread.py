@@ -56,11 +56,13 @@ class RoundRobin(Stateless):
             self._turn = turn = self._turn + 1
             return candidates[turn % len(candidates)]
         passes = self._passes
-        known = [passes[candidate.id] for candidate in candidates if candidate.id in passes]
-        # One that comes later begins where the others are: it has no arrears to make up for.
-        start = min(known, default=0.0)
-        chosen = min(candidates, key=lambda candidate: passes.get(candidate.id, start))
-        passes[chosen.id] = passes.get(chosen.id, start) + 1 / chosen.weight
+        if any([candidate.id not in passes for candidate in candidates]):  # noqa: C419 - a list is faster
+            # One that comes later begins where the others are: it has no arrears to make up for.
+            start = min([passes[candidate.id] for candidate in candidates if candidate.id in passes], default=0.0)
+            for candidate in candidates:
+                passes.setdefault(candidate.id, start)
+        chosen = min(candidates, key=lambda candidate: passes[candidate.id])
+        passes[chosen.id] += 1 / chosen.weight
         return chosen
 
     def forget(self, engine_id: str) -> None:

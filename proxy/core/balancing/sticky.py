@@ -16,7 +16,7 @@ class _Session:
 
     Attributes:
         engine: id of its engine.
-        life: how often that engine had lost its caches when the session came; a later loss ends the tie.
+        life: how often that engine had been forgotten when the session came; forgetting it again ends the tie.
         used: when its last turn began.
         live: it counts as load of its engine.
     """
@@ -73,7 +73,7 @@ class Sticky:
         return len(self._live) + len(self._idle)
 
     def select(self, candidates: Sequence[C], key: bytes | None, now: float, prompt: bytes = b"") -> C:  # noqa: ARG002
-        """The session's engine, unless that is gone, lost its caches or holds too much."""
+        """The session's engine, unless that is gone, was forgotten or holds too much."""
         if key is None:
             return self._spread.select(candidates, key, now)
         self._expire(now)
@@ -145,7 +145,7 @@ class Sticky:
 
     def _discount(self, session: _Session) -> None:
         session.live = False
-        # An engine that lost its caches began to count anew.
+        # An engine that was forgotten began to count anew.
         if session.life != self._lives.get(session.engine, 0):
             return
         left = self._count[session.engine] - 1
@@ -167,3 +167,6 @@ class Sticky:
         self._lives[engine_id] = self._lives.get(engine_id, 0) + 1
         self._count.pop(engine_id, None)
         self._ring.remove(engine_id)
+
+    def emptied(self, engine_id: str) -> None:
+        """Sessions stay: the turns that run there fill its cache again, and no other engine has more of the rest."""
