@@ -238,12 +238,12 @@ class DataPlane:
         return self.balancer.select(candidates, key, now, prompt)
 
     def _on_event(self, kind: str, details: dict[str, Any]) -> None:
-        """Tell the policy whose caches are gone: it must not draw sessions and prompts to them any more."""
+        """Tell the policy whose caches are gone."""
         if kind == "engine_restarted":
             self.balancer.forget(details["engine"])
         elif kind == "control_call" and _clears_caches(details["call"], details.get("query")):
             for engine in details["legs"]:
-                self.balancer.forget(engine)
+                self.balancer.emptied(engine)
 
     def others_left(self, tried: Iterable[Engine], *, generation: bool) -> bool:
         """Whether an engine could take the request that has not been tried yet."""
