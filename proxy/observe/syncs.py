@@ -59,6 +59,7 @@ class Sync:
             overhead_seconds, legs`` where a leg is ``status, seconds, outcome`` by engine.
         dropped: calls beyond `MAX_CALLS`.
         version: the fleet version that it led to, if it changed.
+        running: the call that runs now, with ``call, phase, started``.
         trouble: what went wrong, for people.
     """
 
@@ -68,6 +69,7 @@ class Sync:
     calls: list[dict[str, Any]] = field(default_factory=list)
     dropped: int = 0
     version: str | None = None
+    running: dict[str, Any] | None = None
     trouble: list[str] = field(default_factory=list)
 
     def as_json(self, now: float) -> dict[str, Any]:
@@ -81,6 +83,7 @@ class Sync:
             "ended": self.ended,
             "seconds": (self.ended if self.ended is not None else now) - self.started,
             "trouble": self.trouble,
+            "running": self.running,
             "calls": self.calls,
             "dropped_calls": self.dropped,
         }
@@ -107,6 +110,8 @@ class SyncLog:
         match kind:
             case "control_call":
                 self._call(details)
+            case "lifecycle":
+                self._holder(details["holder"])
             case "gate_closed":
                 if self._rest_at is not None:
                     self._close(self._rest_at)
@@ -142,6 +147,26 @@ class SyncLog:
             self._current = Sync(next(self._numbers), started)
             self._syncs.append(self._current)
         return self._current
+
+    def _holder(self, holder: Mapping[str, Any] | None) -> None:
+        """A life-cycle call began or ended; one that could begin a sync does so now, not at its end."""
+        if holder is None:
+            if self._current is not None:
+                self._current.running = None
+                if not self._current.calls and not self._paused:
+                    # It was refused before any engine was called.
+                    self._syncs.remove(self._current)
+                    self._current = None
+            return
+        call = str(holder["call"]).lstrip("/")
+        kind = kind_of(call)
+        if self._rest_at is not None and kind not in _ENDERS:
+            self._close(self._rest_at)
+        if self._current is None and kind in _BEGINNERS:
+            self._open(self._clock())
+        if self._current is not None:
+            phase = PHASES.get(kind, "other")
+            self._current.running = {"call": call, "phase": phase, "started": self._clock()}
 
     def _call(self, details: Mapping[str, Any]) -> None:
         call: str = details["call"]
@@ -193,5 +218,6 @@ class SyncLog:
     def _close(self, ended: float) -> None:
         if self._current is not None:
             self._current.ended = max(ended, self._current.started)
+            self._current.running = None
         self._current = None
         self._rest_at = None

@@ -147,3 +147,35 @@ def test_it_remembers_a_bounded_number_of_syncs_and_calls(monkeypatch):
         trainer.call("update_weights")
     sync = trainer.syncs()[0]
     assert (len(sync["calls"]), sync["dropped_calls"]) == (3, 8)
+
+
+def holder(call):
+    return {"call": call, "client": "t", "request_id": "", "since": 0.0}
+
+
+def test_the_call_that_runs_is_told_before_it_ends():
+    trainer = Trainer()
+    trainer.emit("lifecycle", holder=holder("/update_weights"))
+    trainer.now += 600
+    (sync,) = trainer.syncs()
+    assert sync["running"] == {"call": "update_weights", "phase": "update", "started": 1000.0}
+    assert (sync["outcome"], sync["seconds"]) == ("running", 600.0)
+    trainer.call("update_weights", seconds=0.0)
+    trainer.emit("lifecycle", holder=None)
+    assert trainer.syncs()[0]["running"] is None
+
+
+def test_a_call_that_was_refused_before_any_engine_was_called_is_no_sync():
+    trainer = Trainer()
+    trainer.emit("lifecycle", holder=holder("/start_weight_update"))
+    trainer.emit("control_refused", call="start_weight_update", status=409, code="conflict", holder=None)
+    trainer.emit("lifecycle", holder=None)
+    assert trainer.syncs() == []
+
+
+def test_a_pause_without_engines_is_a_sync_all_the_same():
+    trainer = Trainer()
+    trainer.emit("lifecycle", holder=holder("/pause"))
+    trainer.emit("gate_closed", by="t")
+    trainer.emit("lifecycle", holder=None)
+    assert [sync["outcome"] for sync in trainer.syncs()] == ["running"]
