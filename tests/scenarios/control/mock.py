@@ -251,7 +251,7 @@ class MockEngine:
         if key == "POST /wake_up":
             self.asleep = False
             return web.json_response({"status": "awake", "tags": None})
-        if path in ("/reset_prefix_cache",):
+        if path == "/reset_prefix_cache":
             return web.json_response({"success": True})
         if path in ("/reset_mm_cache", "/reset_encoder_cache"):
             return web.Response()

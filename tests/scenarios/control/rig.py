@@ -106,7 +106,7 @@ class Rig:
 
     async def until(self, what: Callable[[], bool], limit: float = 5.0) -> None:
         async with asyncio.timeout(limit):
-            while not what():
+            while not what():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def until_state(self, index: int, state: State | str, limit: float = 5.0) -> None:

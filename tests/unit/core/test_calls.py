@@ -1,0 +1,56 @@
+import pytest
+
+from proxy.config import Settings
+from proxy.core.abort_ids import candidates, engine_ids
+from proxy.core.calls import CALLS, FREE, ONCE, Kind, custom
+
+
+def test_every_limit_is_a_setting():
+    for call in CALLS.values():
+        assert call.limit in Settings.model_fields
+
+
+def test_calls_that_must_not_run_twice_are_under_the_lock():
+    assert not FREE & ONCE
+    assert all(call.locks for call in CALLS.values() if call.replayable)
+
+
+@pytest.mark.parametrize("path", ["/resume", "/is_paused", "/weight_info", "/abort_requests", "/reset_prefix_cache"])
+def test_calls_that_never_wait(path):
+    assert not CALLS[path].locks
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "method", "kind"),
+    [
+        ("/init_broadcaster", "rank_offset", "POST", Kind.INIT),
+        ("/load_lora_adapter", None, "POST", Kind.LORA_LOAD),
+        ("/skyrl/v1/unload_lora_adapter", None, "POST", Kind.LORA_UNLOAD),
+        ("/areal_update_weights", None, "POST", Kind.UPDATE),
+        ("/areal_update_weights_xccl", None, "POST", Kind.UPDATE),
+        ("/fetch_weights", None, "POST", Kind.UPDATE),
+        ("/receive_weight_update", None, "POST", Kind.UPDATE),
+        ("/areal_set_update_weight_meta", None, "POST", Kind.CUSTOM),
+        ("/areal_init_weights_update_group", None, "POST", Kind.CUSTOM),
+        ("/areal_pause_generation", None, "POST", Kind.CUSTOM),
+        ("/skyrl/state", None, "GET", Kind.READ),
+    ],
+)
+def test_custom_paths(path, field, method, kind):
+    assert custom(path, field, method=method).kind is kind
+
+
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [
+        ("/v1/completions", "cmpl-r-1-0"),
+        ("/v1/chat/completions", "chatcmpl-r-1"),
+        ("/v1/responses/", "resp_r-1"),
+        ("/inference/v1/generate", "generate-tokens-r-1"),
+        ("/v1/messages", "chatcmpl-r-1"),
+        ("/other", "r-1"),
+    ],
+)
+def test_engine_names_and_back(route, name):
+    assert engine_ids(route, "r-1") == [name]
+    assert "r-1" in candidates(name)
