@@ -182,10 +182,10 @@ class Settings(BaseSettings):
         60.0, ge=0, description="Seconds after the start of a turn that a session counts as load of its engine."
     )
     sticky_margin: float = Field(
-        2.0, ge=1, description="A session leaves its engine when that has over this many times the mean load."
+        1.25, ge=1, description="A session leaves its engine when that has over this many times its share of requests."
     )
     sticky_slack: float = Field(
-        4.0, ge=0, description="Requests per worker on top of that, so that small numbers do not move sessions."
+        2.0, ge=0, description="Requests per worker on top of that, so that small numbers do not move sessions."
     )
     hash_bound: float = Field(
         1.25, ge=1, description="consistent_hash: times its share of all requests that an engine may hold."
