@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from .conftest import Target
-from .traffic import CHAT, COMPLETIONS, GENERATE, Dialect, last_choice, running
+from .traffic import CHAT, COMPLETIONS, GENERATE, LONG, Dialect, last_choice, running, until_idle
 
 INTERNAL = [(COMPLETIONS, "cmpl-{}-0"), (CHAT, "chatcmpl-{}"), (GENERATE, "generate-tokens-{}")]
 
@@ -62,12 +62,7 @@ async def test_scale_out_route_aborts_without_a_body(engine: Target) -> None:
 async def test_a_client_that_leaves_ends_its_request(engine: Target) -> None:
     connection = engine.connect()
     await connection.__aenter__()
-    await connection.send("POST", COMPLETIONS.path, COMPLETIONS.body(1500))
+    await connection.send("POST", COMPLETIONS.path, COMPLETIONS.body(LONG))
     await asyncio.sleep(0.3)
     await connection.__aexit__()
-    async with asyncio.timeout(10):
-        while True:
-            page = (await engine.get("/metrics")).body
-            if b'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in page:
-                break
-            await asyncio.sleep(0.1)
+    await until_idle(engine)

@@ -87,6 +87,16 @@ async def running(
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def until_idle(engine: Target) -> None:
+    """Return when no request runs: an engine needs a moment to notice that a client has left."""
+    async with asyncio.timeout(10):
+        while True:
+            page = (await engine.get("/metrics")).body
+            if b'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in page:
+                return
+            await asyncio.sleep(0.1)
+
+
 @asynccontextmanager
 async def sent(engine: Target, dialect: Dialect, **more: Any) -> AsyncIterator[Connection]:
     """A request that was sent; its connection is open while the block is executed."""
