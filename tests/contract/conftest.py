@@ -247,5 +247,5 @@ def guarded(request: pytest.FixtureRequest, engines: Engines) -> Target:
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> bool:
     """Whether this test writes its record instead of comparing with it."""
-    wanted = bool(request.config.getoption("--record"))
+    wanted = bool(request.config.getoption("--record", default=False))
     return wanted and request.node.get_closest_marker("vllm") is not None

@@ -9,10 +9,13 @@ share a chunk is a matter of timing.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from .wire import Answer
 
@@ -78,22 +81,15 @@ def shape_of(answer: Answer) -> dict[str, Any]:
 
 
 def check(name: str, answer: Answer, *, record: bool) -> None:
-    """Compare with the record called ``name``, or write it."""
+    """Compare with the record called ``name``, or write it. Key order counts: people read JSON too."""
     path = RECORDS / f"{name}.json"
-    found = json.loads(json.dumps(shape_of(answer)))
+    found = json.dumps(shape_of(answer), indent=1, ensure_ascii=False) + "\n"
     if record:
         RECORDS.mkdir(exist_ok=True)
-        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        path.write_text(found)
         return
     assert path.exists(), f"real vLLM was never recorded for {name}; run pytest tests/contract -m vllm --record"
-    wanted = json.loads(path.read_text())
-    assert _ordered(found) == _ordered(wanted)
-
-
-def _ordered(value: Any) -> Any:
-    """The value with its key order made part of it: clients that print JSON see it."""
-    if isinstance(value, dict):
-        return {"keys": list(value), "values": {name: _ordered(item) for name, item in value.items()}}
-    if isinstance(value, list):
-        return [_ordered(item) for item in value]
-    return value
+    wanted = path.read_text()
+    if found != wanted:
+        lines = difflib.unified_diff(wanted.splitlines(), found.splitlines(), "recorded", "found", lineterm="", n=2)
+        pytest.fail(f"{name} is not what real vLLM was recorded to answer:\n" + "\n".join(lines))
