@@ -88,7 +88,13 @@ def fail(message: str, code: int) -> typing.NoReturn:
 class LazyGroup(click.Group):
     """Commands of the launcher are imported when asked for: the sidecar does without them."""
 
-    LAZY = {"engines": "engine_launcher.cli:engines", "up": "engine_launcher.up:up"}
+    LAZY = {
+        "engines": "engine_launcher.cli:engines",
+        "up": "engine_launcher.up:up",
+        "status": "proxy.status:status",
+        "sync-report": "proxy.status:sync_report",
+        "doctor": "proxy.doctor:doctor",
+    }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All commands, in order of use."""

@@ -100,7 +100,11 @@ function showEngines(engines) {
     const badge = row.cells[1].firstChild;
     badge.className = `badge ${STATE_CLASSES[engine.state] || "calm"}`;
     const work = load[engine.id] || {};
-    const why = [...conditions(engine), engine.reason, engine.state === "down" ? engine.last_error : ""];
+    const why = [
+      ...conditions(engine),
+      engine.state === "ready" ? "" : engine.reason,
+      engine.state === "down" ? engine.last_error : "",
+    ];
     const values = [
       engine.weight_version === null ? "unknown" : engine.weight_version,
       number(engine.inflight),
