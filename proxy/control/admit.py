@@ -8,8 +8,8 @@ verdict is asked again after every await.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -19,7 +19,7 @@ from proxy.control.fanout import Shot, fire
 from proxy.core.admission import DEFAULT, Decision, Facts, Verdict, judge, next_label, vote
 from proxy.core.calls import CALLS, Kind, custom
 from proxy.core.engine_state import Event, State
-from proxy.core.merge import Outcome
+from proxy.core.merge import Leg, Outcome
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
 from proxy.tasks import spawn
@@ -67,6 +67,7 @@ class Admission:
             epoch=engine.epoch,
             fleet_epoch=fleet.epoch,
             by_hand=engine.by_hand,
+            recorded=engine.world_size in fleet.checksums,
             checksums_equal=engine.checksums_equal if engine.compared == fleet.version else None,
             checked=engine.compared == fleet.version and fleet.version is not None,
         )
@@ -219,27 +220,33 @@ class Admission:
     async def _compare(self, engine: Engine) -> None:
         """Rule 5: are its weights the fleet's although its label or its history says otherwise?"""
         version = self._fleet.version
-        if version is None:
-            return
         boot = engine.boot
         engine.compared, engine.checksums_equal = version, None
-        own = await self._checksums(engine)
-        if own is None:
-            return
-        wanted = self._fleet.checksums.get(engine.world_size)
-        if wanted is None:
-            wanted = await self._reference(engine)
-        if wanted is None or engine.boot != boot or self._fleet.version != version:
-            return
-        engine.checksums_equal = own == wanted
-        if not engine.checksums_equal:
+        shot = Shot(
+            CALLS["/weight_checker"], "POST", "/weight_checker", JSON_HEADERS, b'{"action":"checksum"}',
+            self._settings.pause_timeout,
+        )  # fmt: skip
+        found = checksums_of(await fire(engine, shot))
+        if found is not None and engine.boot == boot and self._fleet.version == version:
+            await self._compared(engine, found)
+
+    async def _compared(self, engine: Engine, found: dict[str, Any]) -> None:
+        version = self._fleet.version
+        boot = engine.boot
+        engine.compared = version
+        engine.checksums_equal = found == self._fleet.checksums.get(engine.world_size)
+        if not engine.checksums_equal or version is None:
             _log.info("checksums of %s are not those of %r", engine.id, version)
             return
         if engine.version != version:
             body = orjson.dumps({"new_version": version})
-            shot = Shot(CALLS["/update_weight_version"], "POST", "/update_weight_version", JSON_HEADERS, body, 60.0)
-            if not (await fire(engine, shot)).ok or engine.boot != boot:
-                engine.checksums_equal = None
+            shot = Shot(
+                CALLS["/update_weight_version"], "POST", "/update_weight_version", JSON_HEADERS, body,
+                self._settings.control_timeout,
+            )  # fmt: skip
+            leg = await fire(engine, shot)
+            if not leg.ok or engine.boot != boot or self._fleet.version != version:
+                engine.compared = engine.checksums_equal = None
                 return
             if self.prober is not None:
                 self.prober.set_version(engine, version)
@@ -247,26 +254,26 @@ class Admission:
         engine.tainted = False
         self.review(engine)
 
-    async def _reference(self, other: Engine) -> object | None:
-        """The checksums of the fleet version, from an engine that serves it; asked once per version and size."""
-        version = self._fleet.version
-        for engine in self._fleet.eligible:
-            if engine is not other and engine.world_size == other.world_size and not engine.plain:
-                found = await self._checksums(engine)
-                if found is not None and engine.eligible and self._fleet.version == version:
-                    self._fleet.checksums[engine.world_size] = found
-                    return found
-        return None
+    def record(self, answers: Sequence[tuple[Engine, dict[str, Any]]]) -> None:
+        """A ``/weight_checker`` call showed checksums: those of serving engines are the fleet's, others are compared.
 
-    async def _checksums(self, engine: Engine) -> object | None:
-        shot = Shot(
-            CALLS["/weight_checker"], "POST", "/weight_checker", JSON_HEADERS, b'{"action":"checksum"}',
-            self._settings.pause_timeout,
-        )  # fmt: skip
-        leg = await fire(engine, shot)
-        data = leg.json() if leg.ok else None
-        sums = data.get("checksums") if isinstance(data, dict) else None
-        return sums if isinstance(sums, dict) and sums else None
+        They are never asked for unbidden: hashing a model keeps an engine's core from anything else for seconds.
+        """
+        for engine, found in answers:
+            if engine.state is State.READY and not engine.updating and not engine.suspect:
+                self._fleet.checksums.setdefault(engine.world_size, found)
+        for engine, found in answers:
+            fenced = engine.state is State.FENCED and not engine.updating and engine not in self._settling
+            if fenced and engine.world_size in self._fleet.checksums and self._fleet.version is not None:
+                self._settling.add(engine)
+                spawn(self._settle_compared(engine, found), name=f"compare {engine.id}")
+
+    async def _settle_compared(self, engine: Engine, found: dict[str, Any]) -> None:
+        try:
+            await self._compared(engine, found)
+        finally:
+            self._settling.discard(engine)
+        self.review(engine)
 
     # After control calls
 
@@ -303,6 +310,13 @@ class Admission:
                 self.fence(engine, "took no part in the last weight update")
         fleet.refresh()
         self.review_all()
+
+
+def checksums_of(leg: Leg) -> dict[str, Any] | None:
+    """The checksums in an answer of ``/weight_checker``, or None."""
+    data = leg.json() if leg.ok else None
+    sums = data.get("checksums") if isinstance(data, dict) else None
+    return sums if isinstance(sums, dict) and sums else None
 
 
 KIND_OWED: dict[Kind, bool] = {Kind.PAUSE: True, Kind.RESUME: True, Kind.WAKE: True, Kind.PLAIN: True}

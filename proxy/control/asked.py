@@ -67,9 +67,8 @@ def forwarded(raw: Sequence[tuple[bytes, bytes]], *, token: bytes | None, engine
 
     Args:
         raw: fields as received.
-        token: the control token; where it came as the credential and the engines have a key of their own, theirs
-            takes its place.
-        engine_key: the engines' API key.
+        token: the control token: it is for the proxy, no engine sees it.
+        engine_key: the engines' API key, sent where no other credential came.
     """
     named = {b""}
     for name, value in raw:
@@ -82,7 +81,7 @@ def forwarded(raw: Sequence[tuple[bytes, bytes]], *, token: bytes | None, engine
         if lower in _NOT_FORWARDED or lower in named:
             continue
         if lower == b"authorization":
-            if engine_key is not None and token is not None and value[:7].lower() == b"bearer " and value[7:] == token:
+            if token is not None and value[:7].lower() == b"bearer " and value[7:].strip() == token:
                 continue
             authorized = True
         fields.append((name, value))

@@ -17,7 +17,7 @@ import orjson
 
 from proxy.config import Settings
 from proxy.control.aborts import Aborts
-from proxy.control.admit import KIND_OWED, Admission
+from proxy.control.admit import KIND_OWED, Admission, checksums_of
 from proxy.control.asked import Asked, Reply, limit_of, reply_error, reply_json, reply_merged
 from proxy.control.fanout import Fanout, Runner, Shot, fire
 from proxy.control.lora import Adapters
@@ -354,7 +354,8 @@ class Conductor:
             elif kind is Kind.CHECK and b'"reset"' in (asked.body or b"") and b'"status"' in leg.body:
                 engine.taint()
         if kind is Kind.CHECK:
-            self._record(engines, legs)
+            found = [(engine, checksums_of(leg)) for engine, leg in zip(engines, legs, strict=True)]
+            self._admission.record([(engine, sums) for engine, sums in found if sums is not None])
         self._fleet.refresh()
         self._admission.review_all()
 
@@ -365,13 +366,6 @@ class Conductor:
             engine.asleep = frozenset()
         else:
             engine.asleep -= set(tags)
-
-    def _record(self, engines: Sequence[Engine], legs: Sequence[Leg]) -> None:
-        """Checksums of engines that serve the fleet's weights are the fleet's."""
-        for engine, leg in zip(engines, legs, strict=True):
-            data = leg.json() if leg.ok else None
-            if isinstance(data, dict) and isinstance(data.get("checksums"), dict) and engine.eligible:
-                self._fleet.checksums.setdefault(engine.world_size, data["checksums"])
 
     async def _read(self, asked: Asked) -> Reply:
         """A look at every engine; one that is busy in an update answers from what is known, so it never waits."""
@@ -467,6 +461,7 @@ class Conductor:
         ]
         legs = await self.fan(asked, shots, self._resume_leg)
         await self._give_up()
+        self.updates.half_way = False
         self.updates.break_round("/resume came before its finish")
         if not engines:
             self._open(asked.client)
@@ -559,6 +554,7 @@ class Conductor:
                 self._prober.watch_paused(engine)
             return
         who = "a pause found at start"
+        self.updates.half_way = True
         self._gate.close(who)
         self._fleet.emit("gate_closed", by=who)
         self._set_timers(who)

@@ -90,6 +90,8 @@ class Updates:
         self._sessions: dict[Engine, int] = {}
         self.group: Group | None = None
         self.round = Round()
+        self.half_way = False
+        """The engines were paused when the proxy started, and no start was seen since: a round may be open there."""
 
     # Who takes part
 
@@ -257,6 +259,8 @@ class Updates:
         engines = self._members(call.path)
         await self._preflight(call.path, engines)
         self.round.open({engine.id: engine.boot for engine in engines})
+        self.round.seen_start = True
+        self.half_way = False
         self._enter(engines)
         shot = asked.shot(limit_of(self._settings, asked))
         legs = await self._fan(asked, [(engine, shot) for engine in engines], self._start_leg)
@@ -300,7 +304,7 @@ class Updates:
         needs = ranks.needs_sizes(asked.body, None) and len(engines) > 1
         sizes = await self._sizes(call.path, engines, refetch=False) if needs else [1] * len(engines)
         bodies = ranks.plan_update(asked.body, sizes) if needs else [asked.body] * len(engines)
-        alone = not native and not self.round.live
+        alone = not self.round.live and not (native and self.half_way)
         boots = [(engine, engine.boot) for engine in engines]
         self._enter(engines)
         shot = asked.shot(limit_of(self._settings, asked))
@@ -312,13 +316,36 @@ class Updates:
             if not self.round.live:
                 self._leave(engines)
             return reply_merged(call, merged, legs)
+        if alone:
+            return await self._whole_update(asked, merged, legs, boots, labelled=not native)
         if merged.failed:
             self._update_failed(call.path, engines, legs, merged)
-            return reply_merged(call, merged, legs)
-        if not alone:
+        else:
             self.round.updated({engine.id: boot for engine, boot in boots})
-            return reply_merged(call, merged, legs)
-        return await self._complete(asked, merged, legs, boots, label=None)
+        return reply_merged(call, merged, legs)
+
+    async def _whole_update(
+        self, asked: Asked, merged: Merged, legs: list[Leg], boots: list[tuple[Engine, int]], *, labelled: bool
+    ) -> Reply:
+        """An update that no start came before is whole by itself: each engine has it, or is out.
+
+        One in vLLM's own form is not labelled: if a finish belongs to it, the label is that one's business.
+        """
+        path = asked.call.path
+        took = [boot for boot, leg in zip(boots, legs, strict=True) if leg.ok]
+        for (engine, _), leg in zip(boots, legs, strict=True):
+            engine.updating = False
+            if not leg.ok:
+                touched = leg.outcome not in (Outcome.UNREACHABLE, Outcome.MISSING)
+                if not (leg.outcome is Outcome.MISSING and engine.plain):
+                    self._admission.failed(engine, path, f"failed {path}: {leg.said()}", taint=touched)
+        if took and labelled:
+            reply = await self._complete(asked, merged, legs, took, label=None)
+            return reply_merged(asked.call, merged, legs) if merged.failed else reply
+        if took:
+            self._admission.commit(took, None, by="trainer")
+        self._fleet.refresh()
+        return reply_merged(asked.call, merged, legs)
 
     def _update_failed(self, call: str, engines: Sequence[Engine], legs: Sequence[Leg], merged: Merged) -> None:
         names = ", ".join(leg.engine for leg in merged.failed)
@@ -363,6 +390,7 @@ class Updates:
                 self._fence(call.path, engines, merged.failed, taint=False)
             return reply_merged(call, merged, legs)
         updated = self.round.finished()
+        self.half_way = False
         body = ranks.parse(asked.body)
         label = body.get("weight_version") if isinstance(body, dict) else None
         label = None if label is None else str(label)

@@ -61,6 +61,7 @@ class Facts:
         epoch: number of the last update that it is known to hold.
         fleet_epoch: number of the last update that the whole fleet took.
         by_hand: None, or what an operator said: True admit, False fence.
+        recorded: checksums of the fleet's version are known for an engine of its size.
         checksums_equal: None if not compared, else the result.
         checked: its checksums were compared already for this boot and version.
     """
@@ -76,6 +77,7 @@ class Facts:
     epoch: int = 0
     fleet_epoch: int = 0
     by_hand: bool | None = None
+    recorded: bool = False
     checksums_equal: bool | None = None
     checked: bool = False
 
@@ -88,7 +90,7 @@ def judge(facts: Facts) -> Verdict:
         return Verdict(Decision.FENCE, "inside a weight update")
     if facts.tainted:
         reason = "a weight update was left half done; run a whole one (start, update, finish)"
-        if facts.fleet_version is None or facts.tie or facts.checked:
+        if facts.fleet_version is None or facts.tie or facts.checked or not facts.recorded:
             return Verdict(Decision.FENCE, reason)
         return Verdict(Decision.COMPARE, reason)
     if facts.by_hand is True:
@@ -112,7 +114,7 @@ def _compare(facts: Facts) -> Verdict:
         )
     if facts.checksums_equal:
         return Verdict(Decision.ADMIT, f"its checksums are those of {facts.fleet_version!r}")
-    undecided = Decision.FENCE if facts.checked else Decision.COMPARE
+    undecided = Decision.COMPARE if facts.recorded and not facts.checked else Decision.FENCE
     if facts.version != facts.fleet_version:
         return Verdict(undecided, f"holds weights {facts.version!r}, the fleet has {facts.fleet_version!r}")
     if facts.epoch == UNKNOWN_EPOCH:

@@ -11,11 +11,11 @@ Two things are tracked apart, because trainers mix them freely (TRL's server mod
     NONE ----------> OPEN ----------------> UPDATED ----------> NONE, and the weights are the fleet's
       |               |  any leg fails       |
       |               +-------> BROKEN <-----+   also: /resume, a new init, or an engine restarts
-      | update without start     |
+      | update, found half-way   |
       +--> OPEN (see below)      +--- start ---> OPEN
 
-A native update that succeeds without a start seen by this proxy means that the start was before the proxy's own
-restart: the round is entered half-way, and finish ends it as usual.
+Where the proxy found its engines paused when it started, the start may have been before that: then an update enters the
+round half-way, and finish ends it as usual. Any other update without a start is whole by itself and no round.
 """
 
 from __future__ import annotations
@@ -83,15 +83,14 @@ class Round:
         members: boot number of each engine that takes part, by id.
         why: what broke it.
         passed_by: a pause or init came after its start, so that a second start is a retry and no mistake.
-        native: vLLM's own calls (they end with a finish), not a one-shot update.
-        draft: it was opened by ``/start_draft_weight_update``: the served model's weights stay.
+        seen_start: a start was seen in this proxy's life: the trainer keeps to vLLM's order of calls.
     """
 
     state: RoundState = RoundState.NONE
     members: dict[str, int] = field(default_factory=dict)
     why: str = ""
     passed_by: bool = False
-    completed: int = 0
+    seen_start: bool = False
 
     @property
     def live(self) -> bool:
@@ -114,7 +113,7 @@ class Round:
                 f"{call.path}: the update round is broken ({self.why}); begin anew with /start_weight_update "
                 "(after /init_weight_transfer_engine if an engine was lost)"
             )
-        if call.kind is Kind.FINISH and self.state is RoundState.NONE and self.completed:
+        if call.kind is Kind.FINISH and self.state is RoundState.NONE and self.seen_start:
             raise Conflict(f"{call.path}: no update round is open; send /start_weight_update first")
 
     def open(self, members: dict[str, int]) -> None:
@@ -139,7 +138,6 @@ class Round:
         """Every member finished; True if an update was among what they finished."""
         updated = self.state in (RoundState.UPDATED, RoundState.NONE)
         self.clear()
-        self.completed += 1
         return updated
 
     def clear(self) -> None:

@@ -254,3 +254,18 @@ async def test_sleep_keeps_requests_away_and_updates_out():
         assert fleet.states() == ["fenced", "fenced"]
         await fleet.sync("w1", "v1")
         assert fleet.states() == ["ready", "ready"]
+
+
+async def test_an_update_without_a_start_is_whole_and_fences_only_who_failed_it():
+    async with rig(3) as fleet:
+        await fleet.sync("w1", "v1")
+        fleet.engines[1].fail("/update_weights", times=1)
+        await fleet.call("/pause?mode=keep")
+        await fleet.call("/update_weights", json={"weight_dir": "/step_2"}, status=424)
+        await fleet.call("/resume")
+        assert fleet.states() == ["ready", "fenced", "ready"]
+        assert [mock.version for mock in fleet.engines] == ["u1", "v1", "u1"]
+        await asyncio.sleep(0.3)
+        assert fleet.states() == ["ready", "fenced", "ready"]
+        await fleet.call("/update_weights", json={"weight_dir": "/step_3"})
+        assert fleet.states() == ["ready"] * 3

@@ -84,8 +84,23 @@ async def test_an_engine_with_another_label_is_fenced_and_comes_back_with_the_fl
 async def test_equal_checksums_let_a_restarted_engine_in_under_the_fleets_label():
     async with rig(2) as fleet:
         await fleet.sync("w1", "v1")
+        await fleet.call("/weight_checker", json={"action": "checksum"})
         await fleet.engines[1].restart(weights=fleet.engines[0].weights)
         await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.until_state(1, "ready")
+        assert fleet.engines[1].version == "v1"
+        assert fleet.seen("/weight_checker") == [1, 2]
+
+
+async def test_a_check_that_shows_equal_checksums_lets_an_engine_in():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        await fleet.engines[1].restart(weights=fleet.engines[0].weights)
+        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await settle(fleet)
+        assert fleet.engine(1).state == "fenced"
+        assert fleet.seen("/weight_checker") == [0, 0]
+        await fleet.call("/weight_checker", json={"action": "checksum"})
         await fleet.until_state(1, "ready")
         assert fleet.engines[1].version == "v1"
 
@@ -93,11 +108,12 @@ async def test_equal_checksums_let_a_restarted_engine_in_under_the_fleets_label(
 async def test_other_checksums_do_not_and_are_asked_once():
     async with rig(2) as fleet:
         await fleet.sync("w1", "v1")
+        await fleet.call("/weight_checker", json={"action": "checksum"})
         await fleet.engines[1].restart()
         await fleet.until(lambda: fleet.engine(1).boot == 1)
         await settle(fleet, 0.6)
         assert fleet.engine(1).state == "fenced"
-        assert fleet.seen("/weight_checker") == [1, 1]
+        assert fleet.seen("/weight_checker") == [1, 2]
 
 
 async def test_at_start_the_majority_wins_and_default_never_does():

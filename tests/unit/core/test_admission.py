@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from proxy.core.admission import DEFAULT, UNKNOWN_EPOCH, Decision, Facts, judge, next_label, vote
 
-GOOD = Facts(version="v1", fleet_version="v1", pristine=False, epoch=3, fleet_epoch=3)
+GOOD = Facts(version="v1", fleet_version="v1", pristine=False, epoch=3, fleet_epoch=3, recorded=True)
 
 TABLE = [
     ("holds the fleet's weights", GOOD, Decision.ADMIT),
@@ -24,6 +24,8 @@ TABLE = [
     ("restarted, compared, other", replace(GOOD, epoch=-1, checked=True, checksums_equal=False), Decision.FENCE),
     ("restarted, compared, no answer", replace(GOOD, epoch=-1, checked=True), Decision.FENCE),
     ("restarted, compared, equal", replace(GOOD, epoch=-1, checked=True, checksums_equal=True), Decision.ADMIT),
+    ("restarted, nothing recorded", replace(GOOD, epoch=UNKNOWN_EPOCH, recorded=False), Decision.FENCE),
+    ("tainted, nothing recorded", replace(GOOD, tainted=True, recorded=False), Decision.FENCE),
     ("another version", replace(GOOD, version="v0"), Decision.COMPARE),
     ("missed an update under the same label", replace(GOOD, epoch=2), Decision.COMPARE),
     ("tied", replace(GOOD, tie=True), Decision.FENCE),
