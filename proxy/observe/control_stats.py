@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from proxy.core.merge import Outcome
+from proxy.observe import event_log
 from proxy.observe.stats import CALL_BUCKETS, ROLLOUT_BUCKETS, Histogram
 from proxy.observe.syncs import SyncLog
 
@@ -69,6 +70,7 @@ class ControlStats:
             case "engine_removed":
                 self._forget(details["engine"])
         self.syncs.on_event(kind, details)
+        event_log.on_event(kind, details)
 
     def _label(self, call: str) -> str:
         if call not in self._calls:
