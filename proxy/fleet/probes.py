@@ -397,7 +397,9 @@ class Prober:
         try:
             while engine.alive and engine.paused:
                 await asyncio.sleep(self._settings.pause_watch_interval)
-                if _paused(await self._get(engine, "/is_paused")) is False:
+                answer = await self._get(engine, "/is_paused")
+                # A server without the route cannot say when it resumes: the next request finds out.
+                if _paused(answer) is False or (answer is not None and answer.status in (404, 405)):
                     break
         finally:
             watched.paused = None
