@@ -140,20 +140,21 @@ class Supervisor:
         engines = {ENV_PREFIX + "ENGINE": ",".join(self._fleet.urls)}
         self._proxy = ProxyProcess({**self._environment, **engines}, self._settings.drain_timeout + PROXY_EXTRA)
         await self._proxy.start()
-        proxy = spawn(self._proxy.wait(), name="proxy")
-        watches = [spawn(self._watch(each), name=f"watch engine {each.index}") for each in self._fleet.engines]
-        engines_gone = asyncio.gather(*watches)
+        proxy: asyncio.Task[Any] = spawn(self._proxy.wait(), name="proxy")
+        engines_gone: asyncio.Task[Any] = spawn(self._watch_all(), name="watch engines")
         try:
-            ends: set[asyncio.Future[Any]] = {proxy, engines_gone}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({proxy, engines_gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             engines_gone.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            await asyncio.wait({engines_gone})
         if proxy.done():
             _log.error("the proxy ended by itself with exit code %d; the engines are ended too", proxy.result())
             return proxy.result() or FAILURE_EXIT
         _log.error("no engine is left; the proxy is ended too")
         return FAILURE_EXIT
+
+    async def _watch_all(self) -> None:
+        await asyncio.gather(*(self._watch(each) for each in self._fleet.engines))
 
     async def _watch(self, engine: Engine) -> None:
         """Until an engine is dead for good. The proxy notices a death by itself and serves on the others."""

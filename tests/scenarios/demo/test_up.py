@@ -68,6 +68,7 @@ async def test_sigterm_lets_running_rollouts_end_before_the_engines_do(tmp_path:
         assert answer["usage"]["completion_tokens"] == 60
         assert await command.end() == 0
         assert command.left() == []
+        assert not [line for line in command.lines if " ERROR " in line or "Traceback" in line]
 
 
 async def test_a_dead_engine_is_logged_and_the_other_goes_on_until_none_is_left(tmp_path: Path) -> None:
