@@ -202,8 +202,11 @@ class EngineFleet:
         self._engine(index).process.signal_all(signal.SIGCONT)
 
     async def stop(self) -> None:
-        """End all engines in order, all at once; returns when no process of theirs is left."""
-        await asyncio.gather(*(each.process.stop() for each in self.engines))
+        """End all engines, all at once; returns when no process of theirs is left.
+
+        An engine that is not ready yet has nothing to end in order, and vLLM does not heed SIGTERM while it starts.
+        """
+        await asyncio.gather(*(each.process.stop() if each.ready else each.process.kill() for each in self.engines))
         for each in self.engines:
             each.ready = False
 

@@ -297,6 +297,9 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"[engine] {' '.join(map(str, error.cmd[:4]))} failed with exit code {error.returncode}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("[engine] stopped; run it again to go on from here", file=sys.stderr)
+        return 1
     return 0
 
 
