@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -196,13 +196,18 @@ def check_port(host: str, port: int) -> None:
         ) from None
 
 
+def own_variables(environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Take out the variables that are the launcher's, for the engines: the proxy refuses what it does not know."""
+    return {name: environ.pop(name) for name in (VLLM_VARIABLE, TIMEOUT_VARIABLE) if name in environ}
+
+
 def proxy_environment(options: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:
     """Environment of the proxy: flags as the variables that they beat.
 
     A flag must not become an argument of the child, because every user of the machine can read arguments, and a token
     is among them.
     """
-    found = {key: value for key, value in base.items() if key not in (VLLM_VARIABLE, TIMEOUT_VARIABLE)}
+    found = dict(base)
     for name, value in options.items():
         if value is None or value == ():
             continue
@@ -232,6 +237,7 @@ def proxy_environment(options: Mapping[str, Any], base: Mapping[str, str]) -> di
 @click.option(
     "--vllm",
     type=click.Path(path_type=Path),
+    envvar=VLLM_VARIABLE,
     help="Python executable or virtual environment that has vLLM; else FLEETGATE_VLLM, else what `make engine` built.",
 )
 @click.option("--ready-wait", type=float, default=READY_WAIT, show_default=True, help="Seconds until all must answer.")
@@ -261,9 +267,10 @@ def up(engine_port: int | None, restarts: int, **options: Any) -> None:
     usage or configuration, 1 anything else (no engine came up or is left, a port was taken, the proxy died).
     """
     engines = {name: options.pop(name) for name in ENGINE_OPTIONS}
+    own = own_variables(os.environ)
     settings = read_settings(dict(options))
     logs.configure(settings.log_format, settings.log_level)
-    spec = FleetSpec(host=ENGINE_HOST, port=engine_port, **engines)
+    spec = FleetSpec(host=ENGINE_HOST, port=engine_port, environment=own, **engines)
 
     async def run() -> int:
         return await Supervisor(spec, settings, proxy_environment(options, os.environ), restarts).run()

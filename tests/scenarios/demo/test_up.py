@@ -152,3 +152,10 @@ async def test_a_token_reaches_the_proxy_and_no_command_line(tmp_path: Path) -> 
             assert answer.status == 401
         command.process.send_signal(signal.SIGTERM)
         assert await command.end() == 0
+
+
+async def test_the_launchers_own_variables_are_no_unknown_settings(tmp_path: Path) -> None:
+    async with up(tmp_path, FLEETGATE_VLLM="nowhere", FLEETGATE_TRANSFER_TIMEOUT="5") as command:
+        await listening(command)
+        command.process.send_signal(signal.SIGTERM)
+        assert await command.end() == 0
