@@ -159,8 +159,6 @@ class Admission:
         engine.epoch = fleet.epoch
         engine.failed_call = ""
         engine.compared = engine.checksums_equal = None
-        if engine.by_hand:
-            engine.by_hand = None
         fleet.apply(engine, Event.ADMIT, reason)
 
     # Catching up
@@ -299,6 +297,7 @@ class Admission:
             took.add(engine)
             engine.tainted = engine.updating = False
             engine.epoch = fleet.epoch
+            engine.by_hand = None if engine.by_hand else engine.by_hand
             engine.failed_call = ""
             if label is not None and self.prober is not None:
                 self.prober.set_version(engine, label)

@@ -329,9 +329,13 @@ class Updates:
     ) -> Reply:
         """An update that no start came before is whole by itself: each engine has it, or is out.
 
-        One in vLLM's own form is not labelled: if a finish belongs to it, the label is that one's business.
+        One in vLLM's own form is not labelled, because a finish may belong to it. So where it failed on some, the
+        others hold weights that no label names, and are out too.
         """
         path = asked.call.path
+        if merged.failed and not labelled:
+            self._update_failed(path, [engine for engine, _ in boots], legs, merged)
+            return reply_merged(asked.call, merged, legs)
         took = [boot for boot, leg in zip(boots, legs, strict=True) if leg.ok]
         for (engine, _), leg in zip(boots, legs, strict=True):
             engine.updating = False

@@ -48,7 +48,8 @@ class Engine:
         asleep: what ``/sleep`` took away and ``/wake_up`` has not brought back: ``weights``, ``kv_cache``.
         epoch: number of the last update that it is known to hold (`Fleet.epoch`); -1 after a restart.
         was_rl: it had the RL routes at some time.
-        by_hand: an operator admitted (True) or fenced (False) it; None: the rules decide.
+        by_hand: an operator admitted (True) or fenced (False) it; None: the rules decide. An admission speaks for the
+            weights of that moment: a restart, another label or another update ends it.
         failed_call: the control call that it failed or missed, so that it is looked at again before it is admitted.
         owed: idempotent control calls that it failed or missed, by path; sent again before it is admitted.
         busy: control calls that are running there; its engine core may answer nothing else meanwhile.
@@ -111,6 +112,7 @@ class Engine:
     def taint(self) -> None:
         """Its weights may be anything now; earlier comparisons of checksums are void."""
         self.tainted = True
+        self.by_hand = None if self.by_hand else self.by_hand
         self.compared = self.checksums_equal = None
 
     def __repr__(self) -> str:

@@ -262,6 +262,7 @@ class Prober:
         self._fleet.labels_seen.add(version)
         if version != engine.version:
             before, engine.version = engine.version, version
+            engine.by_hand = None if engine.by_hand else engine.by_hand
             self._fleet.emit("engine_version", engine=engine.id, version=version, before=before)
 
     def _good(self, engine: Engine) -> None:

@@ -202,11 +202,13 @@ async def test_fence_by_hand_holds_until_admit_by_hand():
 async def test_admit_by_hand_takes_the_engines_word_and_stays():
     async with rig(2) as fleet:
         await fleet.sync("w1", "v1")
-        await fleet.engines[1].restart(version="v1")
+        await fleet.engines[1].restart(version="theirs")
         await fleet.until(lambda: fleet.engine(1).boot == 1 and not fleet.engine(1).suspect)
         await fleet.call(f"/fleet/engines/{fleet.engines[1].id}/admit")
         await settle(fleet)
         assert fleet.states() == ["ready", "ready"]
+        fleet.engines[1].version = "other"
+        await fleet.until_state(1, "fenced")
 
 
 async def test_drain_and_back_and_remove():
