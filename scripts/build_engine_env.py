@@ -50,6 +50,10 @@ COPIED = (".py", ".json", ".jinja", ".js", ".css", ".txt", ".ini", ".typed", ".s
 _PIP_NOISE = re.compile(r"^(WARNING: Location .* is ignored|\[notice\]|WARNING: pip index is currently)")
 
 
+_held: list[int] = []
+"""The build's lock. pip inherits it: should the build be killed, the next one waits for the pip that it left behind."""
+
+
 class BuildError(Exception):
     """The build cannot go on; the message says what to do."""
 
@@ -75,7 +79,11 @@ def say(message: str) -> None:
 def pip(python: Path, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run pip in the environment, with the lines that say nothing filtered out."""
     done = subprocess.run(
-        [str(python), "-m", "pip", "--disable-pip-version-check", *args], check=False, capture_output=True, text=True
+        [str(python), "-m", "pip", "--disable-pip-version-check", *args],
+        check=False,
+        capture_output=True,
+        text=True,
+        pass_fds=_held,
     )
     told = [line for line in done.stderr.splitlines() if line.strip() and not _PIP_NOISE.match(line)]
     if check and done.returncode != 0:
@@ -284,6 +292,7 @@ def main() -> int:
         held = os.open(args.env.parent, os.O_RDONLY)
         # Two builds at once would install into each other's environment: the second waits, then finds it done.
         fcntl.flock(held, fcntl.LOCK_EX)
+        _held.append(held)
         try:
             if args.relock:
                 relock(args.env.parent / f"{args.env.name}-relock")
