@@ -128,7 +128,7 @@ def modes_table(result: Result) -> Table:
         table.add_row(
             mode,
             str(len(syncs)),
-            f"{min(each.in_flight for each in syncs)}-{max(each.in_flight for each in syncs)}",
+            str(min(each.in_flight for each in syncs)),
             str(len(rollouts)),
             str(continued(rollouts)),
             str(len(errors)),
