@@ -44,6 +44,7 @@ Page = dict[bytes, Block]
 """The kept families of one engine, by their name in the text format."""
 
 _VALUE = rb"[+-]?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|Inf|inf|NaN|nan)"
+_WHOLE_VALUE = re.compile(_VALUE)
 _LABEL = rb'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\]|\\[\\"n])*"'
 _SAMPLE = re.compile(rb"(vllm:[a-zA-Z0-9_:]*)(?:\{((?:%b(?:,%b)*)?),?\})? (%b)(?: -?\d+)?" % (_LABEL, _LABEL, _VALUE))
 # Inside a label value every quote is escaped, so this cannot match there.
@@ -60,16 +61,82 @@ def escape(value: str) -> bytes:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").encode("utf-8", "replace")
 
 
-class _Relabel:
-    """Gives each sample the label ``engine`` that is unique in the fleet.
+class PageReader:
+    """Reads the pages of one engine.
 
-    vLLM's own label of that name is the data-parallel rank. Rank 0 becomes the engine's id, rank 3 becomes ``id/3``.
+    A page of vLLM has the same series again and again with other values, so what became of each is remembered from the
+    page before: that makes reading twice as fast, for some 140 KB an engine.
+
+    Args:
+        engine: its id in the fleet.
     """
+
+    __slots__ = ("_id", "_known")
 
     def __init__(self, engine: str) -> None:
         self._id = escape(engine)
+        self._known: dict[bytes, tuple[bytes, bytes, bytes]] = {}
 
-    def __call__(self, labels: bytes | None) -> bytes:
+    def read(self, body: bytes) -> Page:
+        """The families that are kept, with the label ``engine`` set.
+
+        A line that is not what the text format allows is left out, so that one engine cannot spoil the page of all.
+
+        Args:
+            body: what ``/metrics`` answered, text format 0.0.4.
+        """
+        if not body.isascii():
+            body = body.decode("utf-8", "replace").encode()
+        texts: dict[bytes, bytes] = {}
+        kinds: dict[bytes, bytes] = {}
+        samples: dict[bytes, list[bytes]] = {}
+        known, seen = self._known, {}
+        is_value = _WHOLE_VALUE.fullmatch
+        family = stands = b""
+        for line in body.split(b"\n"):
+            if line[:5] == PREFIX:
+                series, _, value = line.rpartition(b" ")
+                found = known.get(series)
+                if found is None or found[0] != stands or is_value(value) is None:
+                    made = self._sample(line, family, kinds.get(family, b""))
+                    if made is None:
+                        continue
+                    name, start, value = made
+                    found = (stands, name, start)
+                if series[-1:] == b"}" or b" " not in series:
+                    # With a timestamp behind the value, what stands before the last space is not the series.
+                    seen[series] = found
+                name = found[1]
+                if name not in samples:
+                    kinds.setdefault(name, b"untyped")
+                    samples[name] = []
+                samples[name].append(found[2] + value + b"\n")
+            elif line[:1] == b"#":
+                parts = line.split(b" ", 3)
+                if len(parts) < 4 or not parts[2].startswith(PREFIX):
+                    continue
+                if parts[1] == b"HELP":
+                    texts.setdefault(parts[2], parts[3].rstrip())
+                elif parts[1] == b"TYPE" and parts[3].strip() in _KINDS:
+                    family = parts[2]
+                    stands = family + b" " + kinds.setdefault(family, parts[3].strip())
+        self._known = seen
+        return {name: Block(kinds[name], texts.get(name, b""), b"".join(lines)) for name, lines in samples.items()}
+
+    def _sample(self, line: bytes, family: bytes, kind: bytes) -> tuple[bytes, bytes, bytes] | None:
+        """Family, relabelled series with a space behind, and value of a line; None if it is no sample."""
+        found = _SAMPLE.fullmatch(line.rstrip())
+        if found is None:
+            return None
+        name, labels, value = found.groups()
+        mine = name == family or any(name == family + suffix for suffix in _SUFFIXES.get(kind, ()))
+        return (family if mine else name), b"%b{%b} " % (name, self._relabel(labels)), value
+
+    def _relabel(self, labels: bytes | None) -> bytes:
+        """Labels with ``engine`` unique in the fleet.
+
+        vLLM's own label of that name is the data-parallel rank. Rank 0 becomes the engine's id, rank 3 ``id/3``.
+        """
         if not labels:
             return b'engine="%b"' % self._id
         found = _ENGINE.search(labels)
@@ -78,47 +145,6 @@ class _Relabel:
         rank = found[1]
         name = self._id if rank in (b"", b"0") else b"%b/%b" % (self._id, rank)
         return b'%bengine="%b"%b' % (labels[: found.start()], name, labels[found.end() :])
-
-
-def read_page(body: bytes, engine: str) -> Page:
-    """The families of one engine's page that are kept, with the label ``engine`` set.
-
-    A line that is not what the text format allows is left out, so that one engine cannot spoil the page of all.
-
-    Args:
-        body: what its ``/metrics`` answered, text format 0.0.4.
-        engine: its id in the fleet.
-    """
-    if not body.isascii():
-        body = body.decode("utf-8", "replace").encode()
-    relabel = _Relabel(engine)
-    texts: dict[bytes, bytes] = {}
-    kinds: dict[bytes, bytes] = {}
-    samples: dict[bytes, list[bytes]] = {}
-    family = b""
-    allowed: tuple[bytes, ...] = ()
-    match = _SAMPLE.fullmatch
-    for line in body.split(b"\n"):
-        if line[:1] == b"#":
-            parts = line.split(b" ", 3)
-            if len(parts) < 4 or not parts[2].startswith(PREFIX):
-                continue
-            if parts[1] == b"HELP":
-                texts.setdefault(parts[2], parts[3])
-            elif parts[1] == b"TYPE" and parts[3].strip() in _KINDS:
-                family = parts[2]
-                kind = kinds.setdefault(family, parts[3].strip())
-                allowed = (family, *(family + suffix for suffix in _SUFFIXES.get(kind, ())))
-        elif line[:5] == PREFIX:
-            found = match(line.rstrip())
-            if found is None:
-                continue
-            name, labels, value = found.groups()
-            if name not in allowed:
-                family, allowed = name, (name,)
-                kinds.setdefault(name, b"untyped")
-            samples.setdefault(family, []).append(b"%b{%b} %b\n" % (name, relabel(labels), value))
-    return {name: Block(kinds[name], texts.get(name, b""), b"".join(lines)) for name, lines in samples.items()}
 
 
 def merge(pages: Iterable[Page], fmt: Format) -> Iterator[bytes]:

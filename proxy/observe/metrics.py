@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
@@ -203,6 +203,17 @@ class FleetgateCollector:
         )
 
 
+class _One:
+    """What prometheus-client takes for a registry: one family."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> tuple[Metric, ...]:
+        """The family."""
+        return (self._metric,)
+
+
 class OwnPage:
     """The proxy's own families.
 
@@ -213,13 +224,14 @@ class OwnPage:
     """
 
     def __init__(self, plane: DataPlane, control: ControlStats, scraper: Scraper | None = None) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(FleetgateCollector(plane, control, scraper))
-        ProcessCollector(registry=self._registry)
+        self._collectors = (
+            FleetgateCollector(plane, control, scraper),
+            ProcessCollector(registry=CollectorRegistry(auto_describe=False)),
+        )
 
-    def render(self, fmt: Format) -> bytes:
-        """The page without the last line of OpenMetrics, because more families follow."""
-        if fmt is Format.TEXT:
-            return generate_text(self._registry)
-        page: bytes = generate_openmetrics(self._registry)  # type: ignore[no-untyped-call]
-        return page.removesuffix(_EOF)
+    def render(self, fmt: Format) -> Iterator[bytes]:
+        """The page, a family at a time, without the last line of OpenMetrics, because more families follow."""
+        generate: Any = generate_text if fmt is Format.TEXT else generate_openmetrics
+        for collector in self._collectors:
+            for metric in collector.collect():
+                yield generate(_One(metric)).removesuffix(_EOF)

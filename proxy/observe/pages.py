@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 from importlib.resources import files
@@ -45,7 +46,12 @@ class Pages:
         """``GET /metrics``: the proxy's families are of this moment, those of the engines at most a second old."""
         fmt = exposition.negotiate(request.headers.get("Accept", ""))
         await self._scraper.refresh()
-        parts = [self._own.render(fmt), *await self._scraper.merged(fmt)]
+        parts: list[bytes] = []
+        for part in self._own.render(fmt):
+            parts.append(part)
+            # With many engines the page takes tens of milliseconds in all; streams go on in between.
+            await asyncio.sleep(0)
+        parts += await self._scraper.merged(fmt)
         if fmt is exposition.Format.OPENMETRICS:
             parts.append(b"# EOF\n")
         return web.Response(body=b"".join(parts), headers={"Content-Type": fmt.value, **_NO_STORE})

@@ -35,6 +35,7 @@ class _Reader:
     """What is kept for one engine."""
 
     engine: Engine
+    reader: exposition.PageReader
     page: exposition.Page = field(default_factory=dict)
     read_at: float = float("-inf")
     slow: bool = False
@@ -115,7 +116,7 @@ class Scraper:
             self._forget(gone)
         awaited: list[asyncio.Task[None]] = []
         for engine in living:
-            reader = self._readers.setdefault(engine, _Reader(engine))
+            reader = self._readers.get(engine) or self._add(engine)
             if reader.task is None or reader.task.done():
                 reader.task = spawn(self._read(reader), name=f"scrape {engine.id}")
             if not reader.slow:
@@ -125,6 +126,10 @@ class Scraper:
             for reader in self._readers.values():
                 if reader.task in late:
                     reader.slow = True
+
+    def _add(self, engine: Engine) -> _Reader:
+        reader = self._readers[engine] = _Reader(engine, exposition.PageReader(engine.id))
+        return reader
 
     def _forget(self, engine: Engine) -> None:
         reader = self._readers.pop(engine)
@@ -146,7 +151,7 @@ class Scraper:
         async with self._parsing:
             body = _plain(answer)
             if answer.status == 200 and body is not None:
-                reader.page = exposition.read_page(body, reader.engine.id)
+                reader.page = reader.reader.read(body)
                 reader.read_at = came
                 reader.meter.feed(reader.page, came)
             await asyncio.sleep(0)

@@ -11,11 +11,19 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from proxy.observe.exposition import Format, escape, merge, negotiate, read_page
+from proxy.observe.exposition import Format, PageReader, escape, merge, negotiate
 
 RECORDED = Path(__file__).parent / "pages_recorded" / "vllm-0.33.prom"
 LABEL_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=12)
 NAMES = st.text(string.ascii_lowercase, min_size=1, max_size=4)
+
+
+def read_page(body, engine):
+    """Read twice by one reader: what it remembers from the first time must not change the second."""
+    reader = PageReader(engine)
+    first = reader.read(body)
+    assert reader.read(body) == first
+    return first
 
 
 def parsed(pages, fmt):
@@ -130,6 +138,23 @@ def test_a_broken_line_costs_itself_only(line):
 def test_what_is_not_utf_8_is_made_so():
     page = read_page(b'vllm:x{a="\xff"} 1\n', "e")
     assert page[b"vllm:x"].samples.decode("utf-8") == 'vllm:x{engine="e",a="\ufffd"} 1\n'
+
+
+def test_what_is_remembered_gives_way_to_what_the_page_says():
+    reader = PageReader("e")
+    reader.read(b"# TYPE vllm:x gauge\nvllm:x 1\nvllm:x_sum 5\nvllm:old 3\n")
+    page = reader.read(b"# TYPE vllm:x summary\nvllm:x_sum 6\nvllm:x_count two\nvllm:x_count 2\n")
+    assert set(page) == {b"vllm:x"}
+    assert page[b"vllm:x"].kind == b"summary"
+    assert page[b"vllm:x"].samples == b'vllm:x_sum{engine="e"} 6\nvllm:x_count{engine="e"} 2\n'
+
+
+def test_a_timestamp_is_never_taken_for_a_value():
+    reader = PageReader("e")
+    for moment in (5, 6):
+        page = reader.read(f'vllm:x 5 {moment}\nvllm:y{{a="1"}} 5 {moment}\n'.encode())
+        assert page[b"vllm:x"].samples == b'vllm:x{engine="e"} 5\n'
+        assert page[b"vllm:y"].samples == b'vllm:y{engine="e",a="1"} 5\n'
 
 
 def test_timestamps_line_ends_and_trailing_commas_go():

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from proxy.observe.exposition import read_page
+from proxy.observe.exposition import PageReader
 from proxy.observe.load import Meter
 
 
 def page(tokens, **more):
     lines = [f'vllm:generation_tokens_total{{engine="{rank}"}} {value}' for rank, value in enumerate(tokens)]
     lines += [f"vllm:{name} {value}" for name, value in more.items()]
-    return read_page("\n".join(lines).encode(), "e")
+    return PageReader("e").read("\n".join(lines).encode())
 
 
 def test_the_rate_is_over_all_ranks_between_two_pages():
@@ -44,6 +44,6 @@ def test_a_page_without_the_families_says_nothing():
 def test_the_fullest_cache_counts():
     meter = Meter()
     meter.feed(
-        read_page(b'vllm:kv_cache_usage_perc{engine="0"} 0.2\nvllm:kv_cache_usage_perc{engine="1"} 0.7\n', "e"), 1
+        PageReader("e").read(b'vllm:kv_cache_usage_perc{engine="0"} 0.2\nvllm:kv_cache_usage_perc{engine="1"} 0.7\n'), 1
     )
     assert meter.load.cache == 0.7

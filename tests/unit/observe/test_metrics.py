@@ -51,7 +51,7 @@ class Proxy:
         self.own = OwnPage(self.plane, self.control, Scraper(self.fleet))
 
     def text(self):
-        return self.own.render(Format.TEXT).decode()
+        return b"".join(self.own.render(Format.TEXT)).decode()
 
     def value(self, name, **labels):
         for family in parse_text(self.text()):
@@ -80,7 +80,8 @@ async def test_the_families_are_declared_even_without_engines_and_requests():
 
 
 async def test_openmetrics_parses_and_leaves_the_end_to_the_caller():
-    page = Proxy(("a:1", State.FENCED, None), ("b:2", State.READY, 'v"1\\')).own.render(Format.OPENMETRICS).decode()
+    proxy = Proxy(("a:1", State.FENCED, None), ("b:2", State.READY, 'v"1\\'))
+    page = b"".join(proxy.own.render(Format.OPENMETRICS)).decode()
     assert "# EOF" not in page
     families = {family.name: family for family in parse_open(page + "# EOF\n")}
     assert families["fleetgate_requests"].type == "counter"
