@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from proxy.core.balancing.base import C, Candidate, Shares, Stateless
+from proxy.core.balancing.base import C, Shares, Stateless
+from proxy.core.balancing.limit import Limit
 from proxy.core.balancing.ring import Ring
 from proxy.core.balancing.spread import LeastInflight
 
@@ -16,17 +17,15 @@ class ConsistentHash(Stateless):
     Two proxies agree about a session without talking, as long as neither sees the engine over its bound. Without a
     bound one saturated engine locks its sessions in and thrashes: the field saw prefix hits fall from 98 to 5 % and
     rollouts take four times as long. With it the next engine on the ring takes over (Mirrokni, Thorup and Zadimoghaddam
-    2018).
+    2018), by the same limit as the other policies have (`proxy.core.balancing.limit`).
 
     Args:
-        bound: times its share of all requests that an engine may hold; infinity switches the bound off.
-        slack: requests per unit of weight that an engine may always hold, so that an idle fleet does not scatter
-            sessions.
+        margin: times its share of all requests that an engine may hold; infinity: any number.
+        slack: requests per unit of weight on top of that, so that an idle fleet does not scatter sessions.
     """
 
-    def __init__(self, *, bound: float = 1.25, slack: int = 4) -> None:
-        self._bound = bound
-        self._slack = slack
+    def __init__(self, *, margin: float, slack: float) -> None:
+        self._limit = Limit(margin=margin, slack=slack)
         self._spread = LeastInflight()
         self._ring = Ring()
         self._shares = Shares()
@@ -40,29 +39,15 @@ class ConsistentHash(Stateless):
             self._ring.cover(candidates)
             self._by_id = {candidate.id: candidate for candidate in candidates}
         by_id = self._by_id
-        share = -1.0
         full: set[str] = set()
-        chosen: C
         for engine_id in self._ring.walk(key):
-            if engine_id not in by_id or engine_id in full:
+            chosen: C | None = by_id.get(engine_id)
+            if chosen is None or engine_id in full:
                 continue
-            chosen = by_id[engine_id]
-            after = chosen.inflight + 1
-            if after <= self._slack * chosen.weight:
-                return chosen
-            if share < 0:
-                share = self._bound * self._share(candidates)
-            # For whole numbers the same as after <= ceil(share), and right for an infinite bound.
-            if after < share * chosen.weight + 1:
+            if not self._limit.over(chosen, candidates):
                 return chosen
             full.add(engine_id)
-            if len(full) == len(by_id):
-                break
         return self._spread.select(candidates, key, now)
-
-    def _share(self, candidates: Sequence[Candidate]) -> float:
-        """Requests per unit of weight, the new one counted in."""
-        return (sum([candidate.inflight for candidate in candidates]) + 1) / self._shares.total
 
     def forget(self, engine_id: str) -> None:
         """Keys find their engine again by themselves; only the places of one that left are dropped."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from proxy.core.balancing.base import C, Shares
+from proxy.core.balancing.limit import Limit
 from proxy.core.balancing.ring import Ring
 from proxy.core.balancing.spread import LeastInflight
 
@@ -55,8 +56,7 @@ class Sticky:
     def __init__(self, *, ttl: float, max_sessions: int, margin: float, slack: float, live: float) -> None:
         self._ttl = ttl
         self._max = max_sessions
-        self._margin = margin
-        self._slack = slack
+        self._limit = Limit(margin=margin, slack=slack)
         self._live_for = min(live, ttl)
         self._spread = LeastInflight()
         self._shares = Shares()
@@ -85,7 +85,7 @@ class Sticky:
             if (
                 chosen is not None
                 and session.life == self._lives.get(session.engine, 0)
-                and not self._overloaded(chosen, candidates)
+                and not self._limit.over(chosen, candidates)
             ):
                 self._touch(key, session, now)
                 return chosen
@@ -96,14 +96,6 @@ class Sticky:
         if len(self) > self._max:
             self.finish(next(iter(self._idle or self._live)))
         return chosen
-
-    def _overloaded(self, candidate: C, candidates: Sequence[C]) -> bool:
-        after = candidate.inflight + 1
-        slack = self._slack * candidate.weight
-        if after <= slack or len(candidates) == 1:
-            return False
-        share = (sum([other.inflight for other in candidates]) + 1) / self._shares.total
-        return after > share * self._margin * candidate.weight + slack
 
     def _least(self, candidates: Sequence[C], key: bytes) -> C:
         count = self._count
