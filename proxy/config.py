@@ -181,26 +181,19 @@ class Settings(BaseSettings):
     session_live: float = Field(
         60.0, ge=0, description="Seconds after the start of a turn that a session counts as load of its engine."
     )
-    sticky_margin: float = Field(
-        1.25, ge=1, description="A session leaves its engine when that has over this many times its share of requests."
+    affinity_margin: float = Field(
+        1.25,
+        ge=1,
+        description="Sessions and prompts leave an engine that holds more than this many times its share of requests...",
     )
-    sticky_slack: float = Field(
-        2.0, ge=0, description="Requests per worker on top of that, so that small numbers do not move sessions."
-    )
-    hash_bound: float = Field(
-        1.25, ge=1, description="consistent_hash: times its share of all requests that an engine may hold."
+    affinity_slack: float = Field(
+        2.0, ge=0, description="...plus this many per worker, so that small numbers do not move sessions."
     )
     prefix_bytes: int = Field(
         32 << 10, ge=256, description="prefix: bytes of a prompt that are looked at, some 2 us for each KiB."
     )
     prefix_max_blocks: int = Field(
         400_000, ge=1, description="prefix: blocks of 256 prompt bytes remembered, some 200 bytes each."
-    )
-    prefix_balance_abs: float = Field(
-        32.0, ge=0, description="prefix: requests per worker above the least busy engine that are always allowed."
-    )
-    prefix_balance_rel: float = Field(
-        1.5, ge=1, description="prefix: times the load of the least busy engine that are always allowed."
     )
     prefix_min_match: float = Field(
         0.5, ge=0, le=1, description="prefix: share of a prompt that an engine must have cached to be preferred."

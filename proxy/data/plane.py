@@ -55,21 +55,21 @@ def make_balancer(settings: Settings) -> Balancer:
         case Policy.POWER_OF_TWO:
             return PowerOfTwo(Random())
         case Policy.CONSISTENT_HASH:
-            return ConsistentHash(bound=settings.hash_bound)
+            return ConsistentHash(margin=settings.affinity_margin, slack=settings.affinity_slack)
         case Policy.PREFIX:
             return Prefix(
                 prompt_bytes=settings.prefix_bytes,
                 max_blocks=settings.prefix_max_blocks,
-                balance_abs=settings.prefix_balance_abs,
-                balance_rel=settings.prefix_balance_rel,
+                margin=settings.affinity_margin,
+                slack=settings.affinity_slack,
                 min_match=settings.prefix_min_match,
             )
         case _:
             return Sticky(
                 ttl=settings.session_ttl,
                 max_sessions=settings.max_sessions,
-                margin=settings.sticky_margin,
-                slack=settings.sticky_slack,
+                margin=settings.affinity_margin,
+                slack=settings.affinity_slack,
                 live=settings.session_live,
             )
 
