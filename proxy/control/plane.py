@@ -35,7 +35,10 @@ _log = logging.getLogger("fleetgate.control")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_PUBLIC = frozenset({"/health", "/ready", "/metrics", "/fleet", "/fleet/events", "/fleet/ui", "/finish_session"})
+_PUBLIC = frozenset(
+    {"/health", "/ready", "/metrics", "/fleet", "/fleet/events", "/fleet/load", "/fleet/syncs", "/fleet/ui",
+     "/finish_session"}
+)  # fmt: skip
 """Paths that need no control token: probes, dashboards, and what rollout clients call."""
 
 
