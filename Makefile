@@ -26,7 +26,7 @@ engine: $(VENV)/.stamp ## real vLLM on the CPU in an environment of its own (.en
 	$(BIN)/python scripts/build_engine_env.py $(if $(VLLM_PATH),--vllm $(VLLM_PATH))
 
 model: engine ## the tiny model that demo and tests use (.models/tiny)
-	test -f .models/tiny/config.json || $(ENGINE_PYTHON) -m engine_launcher.tiny_model .models/tiny
+	$(ENGINE_PYTHON) -m engine_launcher.tiny_model .models/tiny
 
 ifeq ($(VLLM),1)
 TEST_NEEDS := engine model
@@ -37,13 +37,13 @@ PYTEST_VLLM := -m "not vllm"
 endif
 
 test: $(VENV)/.stamp $(TEST_NEEDS) lint types ## all checks and tests, those on real vLLM included
-	FG_REQUIRE_VLLM=$(VLLM) $(BIN)/python -m pytest $(PYTEST_VLLM) --durations=15
+	FLEETGATE_REQUIRE_VLLM=$(VLLM) $(BIN)/python -m pytest $(PYTEST_VLLM) --durations=15
 
 unit: $(VENV)/.stamp ## the tests without I/O
 	$(BIN)/python -m pytest tests/unit
 
 contract: $(VENV)/.stamp $(TEST_NEEDS) ## the same cases on the simulated engine and on real vLLM
-	FG_REQUIRE_VLLM=$(VLLM) $(BIN)/python -m pytest tests/contract $(PYTEST_VLLM)
+	FLEETGATE_REQUIRE_VLLM=$(VLLM) $(BIN)/python -m pytest tests/contract $(PYTEST_VLLM)
 
 scenarios: $(VENV)/.stamp ## faults and syncs against simulated engines
 	$(BIN)/python -m pytest tests/scenarios $(PYTEST_VLLM)

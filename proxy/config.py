@@ -20,6 +20,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 ENV_PREFIX = "FLEETGATE_"
+LAUNCHER_VARIABLES = frozenset({"FLEETGATE_VLLM", "FLEETGATE_TRANSFER_TIMEOUT", "FLEETGATE_REQUIRE_VLLM"})
+"""Variables of the launcher and the tests, which share the prefix and are none of the proxy's business."""
 
 
 class ConfigError(Exception):
@@ -344,6 +346,8 @@ def _check_env(environ: Mapping[str, str]) -> set[str]:
         if not variable.upper().startswith(ENV_PREFIX) or variable.startswith(
             (f"{ENV_PREFIX}SERVICE_", f"{ENV_PREFIX}PORT_")
         ):
+            continue
+        if variable.upper() in LAUNCHER_VARIABLES:
             continue
         if variable.upper() not in known:
             raise ConfigError(f"unknown environment variable {variable}{nearest(variable.upper(), list(known))}")
