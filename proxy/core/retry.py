@@ -126,7 +126,8 @@ class Budget:
     def withdraw(self, now: float) -> bool:
         """Take one re-send; False if there is none left."""
         self._slide(now)
-        if sum(self._slots) + self._floor * self.WINDOW < 1:
+        # Shares are added up in binary: a hair below a whole re-send is a whole one.
+        if sum(self._slots) + self._floor * self.WINDOW < 1 - 1e-6:
             return False
         self._slots[self._slot % 10] -= 1.0
         return True
