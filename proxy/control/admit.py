@@ -17,7 +17,7 @@ from proxy.config import Settings
 from proxy.control.asked import JSON_HEADERS
 from proxy.control.fanout import Shot, fire
 from proxy.core.admission import DEFAULT, Decision, Facts, Verdict, judge, next_label, vote
-from proxy.core.calls import CALLS, Kind, custom
+from proxy.core.calls import CALLS, custom
 from proxy.core.engine_state import Event, State
 from proxy.core.merge import Leg, Outcome
 from proxy.fleet.engine import Engine
@@ -316,7 +316,3 @@ def checksums_of(leg: Leg) -> dict[str, Any] | None:
     data = leg.json() if leg.ok else None
     sums = data.get("checksums") if isinstance(data, dict) else None
     return sums if isinstance(sums, dict) and sums else None
-
-
-KIND_OWED: dict[Kind, bool] = {Kind.PAUSE: True, Kind.RESUME: True, Kind.WAKE: True, Kind.PLAIN: True}
-"""Calls that may be sent again later to an engine that failed or missed them."""

@@ -10,23 +10,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import orjson
-
 from proxy.config import Settings
 from proxy.control.aborts import Aborts
-from proxy.control.admit import KIND_OWED, Admission, checksums_of
-from proxy.control.asked import Asked, Reply, limit_of, reply_error, reply_json, reply_merged
+from proxy.control.admit import Admission
+from proxy.control.aftermath import Aftermath
+from proxy.control.asked import Asked, Reply, reply_error
+from proxy.control.everyday import Everyday
 from proxy.control.fanout import Fanout, Runner, Shot, fire
+from proxy.control.lock import LifecycleLock, Running, holder_of
 from proxy.control.lora import Adapters
+from proxy.control.pauses import Pauses
 from proxy.control.updates import Updates
-from proxy.core.calls import CALLS, Kind, Merge
-from proxy.core.engine_state import State
-from proxy.core.lifecycle import Holder, Phase, phase
-from proxy.core.merge import Leg, Merged, Outcome, merge, report, version_body
+from proxy.core.calls import CALLS, Kind
+from proxy.core.lifecycle import Holder
+from proxy.core.merge import Leg
 from proxy.core.replay import Memory, fingerprint
 from proxy.errors import Conflict, FleetgateError, Forbidden, PartialFailure
 from proxy.fleet.engine import Engine
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from proxy.data.plane import Tracker
 
 _log = logging.getLogger("fleetgate.control")
+
 
 class Conductor:
     """The way of every control call, behind the web framework.
@@ -64,38 +65,18 @@ class Conductor:
     ) -> None:
         self._settings = settings
         self._fleet = fleet
-        self._gate = gate
-        self._prober = prober
-        self._admission = admission
         self._memory: Memory[Reply] = Memory(settings.replay_window)
-        self._running: Running | None = None
-        self._resuming: Running | None = None
         self._fanouts: set[Fanout] = set()
-        self._timers: list[asyncio.TimerHandle] = []
-        self._watching: asyncio.Task[None] | None = None
-        self._phase = Phase.OPEN
+        aftermath = Aftermath(settings, fleet, admission, prober)
         self.updates = Updates(settings, fleet, admission, prober, fan=self.fan, gate_closed=lambda: gate.closed)
+        self.lock = LifecycleLock(fleet, gate_closed=lambda: gate.closed, round_live=lambda: self.updates.round.live)
+        self.pauses = Pauses(
+            settings, fleet, gate, self.lock, updates=self.updates, prober=prober, admission=admission,
+            aftermath=aftermath, fan=self.fan, on_lease_end=self._lease_ended,
+        )  # fmt: skip
+        self._everyday = Everyday(settings, fleet, gate, admission, aftermath=aftermath, fan=self.fan)
         self._adapters = Adapters(settings, fleet, admission, self.fan)
         self._aborts = Aborts(settings, fleet, tracker, self.fan)
-
-    @property
-    def holder(self) -> Holder | None:
-        """Who holds the life-cycle lock."""
-        running = self._running or self._resuming
-        return running.holder if running is not None else None
-
-    @property
-    def phase(self) -> Phase:
-        """What the fleet is doing."""
-        running = self._running or self._resuming
-        kind = running.asked.call.kind if running is not None else None
-        return phase(kind, gate_closed=self._gate.closed, round_live=self.updates.round.live)
-
-    def _changed(self) -> None:
-        now = self.phase
-        if now is not self._phase:
-            before, self._phase = self._phase, now
-            self._fleet.emit("sync_phase", phase=str(now), before=str(before))
 
     # One call in
 
@@ -107,9 +88,9 @@ class Conductor:
         if asked.call.kind is Kind.RESUME:
             return await self._resume(asked)
         if not asked.call.locks:
-            return await asyncio.shield(spawn(self._run(asked, None), name=f"control {asked.call.path}"))
+            return await asyncio.shield(spawn(self._run(asked), name=f"control {asked.call.path}"))
         key = fingerprint(asked.method, asked.call.path, asked.query.encode("latin-1"), asked.body)
-        for running in (self._running, self._resuming):
+        for running in (self.lock.current, self.lock.resuming):
             if running is None:
                 continue
             if running.key == key and running.task is not None and not running.given_up:
@@ -122,13 +103,33 @@ class Conductor:
             self._fleet.emit("control_replayed", call=asked.call.name, status=kept.status, running=False)
             return kept
         self._memory.forget()
-        running = Running(asked, key, self._holder(asked))
-        self._running = running
+        running = Running(asked, key, holder_of(asked))
+        self.lock.current = running
         running.task = spawn(self._locked(running), name=f"control {asked.call.path}")
         return await asyncio.shield(running.task)
 
-    def _holder(self, asked: Asked) -> Holder:
-        return Holder(asked.call.path, asked.client, asked.request_id, time.time())
+    async def _resume(self, asked: Asked) -> Reply:
+        """/resume waits for nobody; a second one joins the first."""
+        resuming = self.lock.resuming
+        if resuming is not None and resuming.task is not None:
+            self._fleet.emit("control_replayed", call=asked.call.name, status=0, running=True)
+            return await asyncio.shield(resuming.task)
+        self._memory.forget()
+        running = Running(asked, b"/resume", holder_of(asked))
+        self.lock.resuming = running
+        running.task = spawn(self._beside(running), name="control /resume")
+        return await asyncio.shield(running.task)
+
+    async def _beside(self, running: Running) -> Reply:
+        try:
+            return await self._run(running.asked)
+        finally:
+            self.lock.resuming = None
+            self.lock.changed()
+
+    def _lease_ended(self) -> None:
+        asked = Asked(CALLS["/resume"], "POST", "/resume", client="the pause lease")
+        spawn(self._resume(asked), name="pause lease")
 
     def _refuse(self, asked: Asked, holder: Holder) -> Reply:
         error = Conflict(
@@ -143,21 +144,21 @@ class Conductor:
     async def _locked(self, running: Running) -> Reply:
         self._fleet.emit("lifecycle", holder=running.holder.as_json())
         try:
-            reply = await self._run(running.asked, running)
+            reply = await self._run(running.asked)
         finally:
-            self._running = None
+            self.lock.current = None
             self._fleet.emit("lifecycle", holder=None)
-            self._changed()
+            self.lock.changed()
         # What was refused before any engine was called may be asked again at once: things may have changed.
         if reply.legs:
             self._memory.keep(running.key, reply, asyncio.get_running_loop().time())
         return reply
 
-    async def _run(self, asked: Asked, running: Running | None) -> Reply:
-        started = asyncio.get_running_loop().time()
-        self._changed()
+    async def _run(self, asked: Asked) -> Reply:
+        started = perf_counter()
+        self.lock.changed()
         try:
-            reply = await self._dispatch(asked, running)
+            reply = await self._dispatch(asked)
         except FleetgateError as error:
             reply = reply_error(error)
             self._fleet.emit("control_refused", call=asked.call.name, status=error.status, code=error.code, holder=None)
@@ -165,7 +166,7 @@ class Conductor:
             # A bug must reach the trainer as a failure that no client re-sends, never as a 500.
             _log.exception("control call %s failed", asked.call.path)
             reply = reply_error(PartialFailure(f"{asked.call.path}: {type(error).__name__}: {error}", engines={}))
-        self._report(asked, reply, asyncio.get_running_loop().time() - started)
+        self._report(asked, reply, perf_counter() - started)
         return reply
 
     def _report(self, asked: Asked, reply: Reply, seconds: float) -> None:
@@ -184,10 +185,12 @@ class Conductor:
         if asked.call.kind is not Kind.READ or reply.status >= 400:
             _log.log(level, "%s by %s: %d in %.3f s", asked.call.path, asked.client, reply.status, seconds)
 
-    async def _dispatch(self, asked: Asked, running: Running | None) -> Reply:
+    async def _dispatch(self, asked: Asked) -> Reply:
         match asked.call.kind:
             case Kind.PAUSE:
-                return await self._pause(asked, running)
+                return await self.pauses.pause(asked)
+            case Kind.RESUME:
+                return await self.pauses.resume(asked)
             case Kind.INIT:
                 return await self.updates.init(asked)
             case Kind.SHUTDOWN:
@@ -207,16 +210,16 @@ class Conductor:
             case Kind.ABORT:
                 return await self._aborts.abort(asked)
             case Kind.READ:
-                return await self._read(asked)
+                return await self._everyday.read(asked)
             case _:
-                return await self._plain(asked)
+                return await self._everyday.plain(asked)
 
     # Legs
 
     async def fan(self, asked: Asked, shots: Sequence[tuple[Engine, Shot]], runner: Runner = fire) -> list[Leg]:
         """Run legs so that they can be given up, and emit what comes too late."""
         fanout = Fanout(shots, runner)
-        running = self._running
+        running = self.lock.current
         if running is not None and running.asked is asked:
             running.fanout = fanout
             if running.given_up:
@@ -236,16 +239,10 @@ class Conductor:
         """An answer that nobody waits for: it changes nothing, except that a pause must not outlive its resume."""
         self._fleet.emit("leg_late", call=asked.call.name, engine=engine.id, status=leg.status, seconds=leg.seconds)
         if asked.call.kind is Kind.PAUSE and leg.ok:
-            spawn(self._undo_pause(engine), name=f"undo late pause {engine.id}")
+            self.pauses.undo(engine)
 
     async def stop(self) -> None:
         """End all legs."""
-        for timer in self._timers:
-            timer.cancel()
-        if self._watching is not None:
-            self._watching.cancel()
+        self.pauses.stop()
         for fanout in list(self._fanouts):
             fanout.cancel()
-
-
-__all__ = ["Conductor", "Running", "report"]

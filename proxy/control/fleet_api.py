@@ -57,7 +57,7 @@ def fleet_json(plane: ControlPlane) -> dict[str, Any]:
     """The whole fleet as ``GET /fleet`` shows it."""
     fleet, gate, conductor = plane.fleet, plane.gate, plane.conductor
     now = asyncio.get_running_loop().time()
-    holder = conductor.holder
+    holder = conductor.lock.holder
     group = conductor.updates.group
     update = conductor.updates.round
     return {
@@ -65,7 +65,7 @@ def fleet_json(plane: ControlPlane) -> dict[str, Any]:
         "versions": fleet.versions(),
         "tied": list(fleet.tied),
         "updates": fleet.epoch,
-        "phase": str(conductor.phase),
+        "phase": str(conductor.lock.phase),
         "paused": gate.closed,
         "gate": {
             "closed": gate.closed,

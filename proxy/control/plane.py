@@ -84,7 +84,7 @@ class ControlPlane:
         self.admission.count_votes()
         self._started = True
         self._settle_votes()
-        self.conductor.recover()
+        self.conductor.pauses.recover()
         self.admission.review_all()
 
     async def _first_look(self, engine: Engine) -> None:

@@ -1,0 +1,136 @@
+"""Calls without a life of their own: caches, profiles, sleep, checks, remote calls, reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from proxy.config import Settings
+from proxy.control.admit import Admission, checksums_of
+from proxy.control.aftermath import Aftermath, that_count
+from proxy.control.asked import Asked, Reply, limit_of, reply_json, reply_merged
+from proxy.control.fanout import Runner, Shot, fire
+from proxy.core.calls import Kind, Merge
+from proxy.core.merge import Leg, Outcome, merge, version_body
+from proxy.fleet.engine import Engine
+from proxy.fleet.registry import Fleet
+
+if TYPE_CHECKING:
+    from proxy.data.gate import Gate
+
+Fan = Callable[[Asked, Sequence[tuple[Engine, Shot]], Runner], Coroutine[Any, Any, list[Leg]]]
+
+
+class Everyday:
+    """Runs them.
+
+    Args:
+        settings: limits.
+        fleet: the engines.
+        gate: closed while generation is paused.
+        admission: looks again at engines whose weights or sleep changed.
+        aftermath: fences who failed.
+        fan: runs legs.
+    """
+
+    def __init__(
+        self, settings: Settings, fleet: Fleet, gate: Gate, admission: Admission, *, aftermath: Aftermath, fan: Fan
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._gate = gate
+        self._admission = admission
+        self._aftermath = aftermath
+        self._fan = fan
+
+    async def plain(self, asked: Asked) -> Reply:
+        """A call that every engine gets as it came.
+
+        Raises:
+            Conflict: no engine is alive.
+        """
+        call = asked.call
+        engines = self._aftermath.targets(asked)
+        shot = asked.shot(limit_of(self._settings, asked))
+        if call.kind is Kind.RPC or (call.kind is Kind.CHECK and b"reset" in (asked.body or b"")):
+            self._fleet.pristine = False
+        legs = await self._fan(asked, [(engine, shot) for engine in engines], fire)
+        merged = merge(call, that_count(legs))
+        if call.kind is not Kind.CHECK:
+            self._aftermath.missed(asked, shot)
+            self._aftermath.settle(asked, shot, engines, legs, merged)
+        self._side_effects(asked, engines, legs)
+        return reply_merged(call, merged, legs)
+
+    def _side_effects(self, asked: Asked, engines: Sequence[Engine], legs: Sequence[Leg]) -> None:
+        kind = asked.call.kind
+        for engine, leg in zip(engines, legs, strict=True):
+            if not leg.ok:
+                continue
+            if kind is Kind.SLEEP:
+                engine.asleep = frozenset({"weights", "kv_cache"})
+                if "level=2" in asked.query.split("&"):
+                    engine.taint()
+            elif kind is Kind.WAKE:
+                self._woke(asked, engine, leg)
+            elif kind is Kind.CHECK and b'"reset"' in (asked.body or b"") and b'"status"' in leg.body:
+                engine.taint()
+        if kind is Kind.CHECK:
+            found = [(engine, checksums_of(leg)) for engine, leg in zip(engines, legs, strict=True)]
+            self._admission.record([(engine, sums) for engine, sums in found if sums is not None])
+        self._fleet.refresh()
+        self._admission.review_all()
+
+    def _woke(self, asked: Asked, engine: Engine, leg: Leg) -> None:
+        data = leg.json()
+        tags = [part[5:] for part in asked.query.split("&") if part.startswith("tags=")]
+        if not tags or (isinstance(data, dict) and data.get("status") == "awake"):
+            engine.asleep = frozenset()
+        else:
+            engine.asleep -= set(tags)
+
+    async def read(self, asked: Asked) -> Reply:
+        """A look at every engine; one that is busy in an update answers from what is known, so it never waits."""
+        call = asked.call
+        if call.merge is Merge.ANY_PAUSED and self._gate.closed:
+            return reply_json({"is_paused": True}, legs=[Leg("gate", Outcome.ANSWERED, 200, b'{"is_paused":true}')])
+        engines = self._aftermath.targets(asked)
+        shot = asked.shot(limit_of(self._settings, asked))
+        legs = await self._fan(asked, [(engine, shot) for engine in engines], self._read_leg)
+        legs = that_count(legs)
+        merged = merge(call, legs, gate_closed=self._gate.closed)
+        return reply_merged(call, merged, legs)
+
+    async def _read_leg(self, engine: Engine, shot: Shot) -> Leg:
+        known = _known(engine, shot.call.merge)
+        if known is None:
+            leg = await fire(engine, shot)
+        elif engine.busy:
+            return known
+        else:
+            leg = await fire(engine, shot)
+            if leg.outcome is Outcome.TIMED_OUT and engine.alive:
+                return known
+        if leg.ok and shot.call.merge is Merge.WORLD_SIZE and "?" not in shot.target:
+            data = leg.json()
+            size = data.get("world_size") if isinstance(data, dict) else None
+            if isinstance(size, int) and size > 0:
+                engine.world_size, engine.weight = size, float(size)
+        return leg
+
+
+def _known(engine: Engine, rule: Merge) -> Leg | None:
+    """What an engine would say, from what it said last."""
+    if rule is Merge.VERSION and engine.version is not None:
+        body = version_body({engine.id: engine.version})
+    elif rule is Merge.ANY_PAUSED:
+        body = {"is_paused": engine.paused or engine.reported_paused is True}
+    elif rule is Merge.ANY_SLEEPING:
+        body = {"is_sleeping": bool(engine.asleep)}
+    elif rule is Merge.WORLD_SIZE and engine.world_size is not None:
+        body = {"world_size": engine.world_size}
+    else:
+        return None
+    return Leg(engine.id, Outcome.ANSWERED, 200, orjson.dumps(body), "application/json", 0.0, "as last known")

@@ -1,0 +1,265 @@
+"""Pause and resume: the gate closes before the first engine is called and opens after the last one answered.
+
+What is decided when engines disagree, and why, is in docs/adr/0005.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from proxy.config import Settings
+from proxy.control.admit import Admission
+from proxy.control.aftermath import Aftermath, that_count
+from proxy.control.asked import Asked, Reply, limit_of, reply_error, reply_merged
+from proxy.control.fanout import Runner, Shot, fire
+from proxy.control.lock import LifecycleLock
+from proxy.control.updates import Updates
+from proxy.core.calls import CALLS, Kind
+from proxy.core.merge import Leg, Outcome, merge
+from proxy.errors import PartialFailure
+from proxy.fleet.engine import Engine
+from proxy.fleet.probes import Prober
+from proxy.fleet.registry import Fleet
+from proxy.tasks import spawn
+
+if TYPE_CHECKING:
+    from proxy.data.gate import Gate
+
+_log = logging.getLogger("fleetgate.control")
+
+Fan = Callable[[Asked, Sequence[tuple[Engine, Shot]], Runner], Coroutine[Any, Any, list[Leg]]]
+
+RESUME_TRIES = 5
+"""Tries of one leg of /resume: a lost one leaves an engine paused for ever."""
+RESUME_BACKOFF = 0.1
+"""Seconds before the second try; doubles."""
+RESUME_TRY = 10.0
+"""Seconds for one try of /resume. vLLM answers it in milliseconds, so a silent one is worth another try."""
+HUNG_RESUME = 10.0
+"""Seconds for /resume at an engine that hangs in a weight update: its core answers nothing until that ends."""
+
+_GIVEN_UP = frozenset({Kind.PAUSE, Kind.SLEEP, Kind.INIT, Kind.START, Kind.UPDATE, Kind.FINISH, Kind.CUSTOM, Kind.RPC})
+"""Running calls that /resume stops waiting for."""
+
+
+class Pauses:
+    """Closes and opens the gate around what the engines do.
+
+    Args:
+        settings: limits.
+        fleet: the engines.
+        gate: holds generation requests while it is closed.
+        lock: which life-cycle call runs.
+        updates: the update round, which a resume breaks.
+        prober: watches engines that stay paused.
+        admission: looks again at engines once the gate is open.
+        aftermath: fences who failed.
+        fan: runs legs.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        gate: Gate,
+        lock: LifecycleLock,
+        *,
+        updates: Updates,
+        prober: Prober,
+        admission: Admission,
+        aftermath: Aftermath,
+        fan: Fan,
+        on_lease_end: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._gate = gate
+        self._lock = lock
+        self._updates = updates
+        self._prober = prober
+        self._admission = admission
+        self._aftermath = aftermath
+        self._fan = fan
+        self._on_lease_end = on_lease_end
+        self._timers: list[asyncio.TimerHandle] = []
+        self._watching: asyncio.Task[None] | None = None
+
+    async def pause(self, asked: Asked) -> Reply:
+        """Close the gate, then pause every engine."""
+        running = self._lock.current
+        gate = self._gate
+        was_closed = gate.closed
+        who = f"/pause of {asked.client}" + (f" ({asked.request_id})" if asked.request_id else "")
+        gate.close(who)
+        self._updates.round.passed_by = True
+        if not was_closed:
+            self._fleet.emit("gate_closed", by=who)
+            self._set_timers(who)
+        self._lock.changed()
+        shot = asked.shot(limit_of(self._settings, asked))
+        engines = self._updates.living()
+        self._aftermath.missed(asked, shot)
+        if not engines:
+            message = "/pause: the gate is closed and requests are held, but no engine is alive to be paused"
+            return reply_error(PartialFailure(message, engines={}))
+        legs = await self._fan(asked, [(engine, shot) for engine in engines], fire)
+        merged = merge(asked.call, that_count(legs))
+        if merged.passed:
+            if not was_closed and not (running is not None and running.given_up):
+                self._open(asked.client)
+            return reply_merged(asked.call, merged, legs)
+        for engine, leg in zip(engines, legs, strict=True):
+            if leg.ok:
+                engine.owed.pop("/resume", None)
+                engine.reported_paused = True
+        self._aftermath.settle(asked, shot, engines, legs, merged)
+        note = "" if running is not None and running.given_up else ". The gate stays closed: /pause again, or /resume"
+        return reply_merged(asked.call, merged, legs, note=note)
+
+    async def resume(self, asked: Asked) -> Reply:
+        """Resume every engine, give up what hangs, then open the gate."""
+        self._lock.changed()
+        shot = asked.shot(limit_of(self._settings, asked))
+        engines = self._updates.living()
+        self._aftermath.missed(asked, shot)
+        other = self._lock.current
+        hung = set(other.fanout.pending) if other is not None and other.fanout is not None else set()
+        shots = [
+            (engine, replace(shot, timeout=min(HUNG_RESUME, shot.timeout or HUNG_RESUME)) if engine in hung else shot)
+            for engine in engines
+        ]
+        legs = await self._fan(asked, shots, self._resume_leg)
+        await self._give_up()
+        self._updates.half_way = False
+        self._updates.break_round("/resume came before its finish")
+        if not engines:
+            self._open(asked.client)
+            message = "/resume: the gate is open, but no engine is alive; requests are held until one is"
+            return reply_error(PartialFailure(message, engines={}))
+        merged = merge(asked.call, that_count(legs))
+        for engine, leg in zip(engines, legs, strict=True):
+            if leg.ok:
+                engine.owed.pop("/pause", None)
+                engine.reported_paused = False
+        self._aftermath.settle(asked, shot, engines, legs, merged)
+        self._open(asked.client)
+        self._admission.review_all()
+        if other is not None and other.asked.call.kind is Kind.PAUSE:
+            for engine in hung:
+                self.undo(engine)
+        return reply_merged(asked.call, merged, legs)
+
+    async def _resume_leg(self, engine: Engine, shot: Shot) -> Leg:
+        """/resume is safe to repeat, and a lost one is the costliest of all: try again within its limit."""
+        limit = shot.timeout or self._settings.resume_timeout
+        started = perf_counter()
+        delay = RESUME_BACKOFF
+        leg = await fire(engine, replace(shot, timeout=min(limit, RESUME_TRY)))
+        for _ in range(RESUME_TRIES - 1):
+            wrong = leg.outcome is Outcome.REFUSED and leg.status is not None and leg.status < 500
+            left = limit - (perf_counter() - started) - delay
+            if leg.ok or wrong or leg.outcome is Outcome.MISSING or left <= 0 or not engine.alive:
+                break
+            await asyncio.sleep(delay)
+            delay *= 2
+            leg = await fire(engine, replace(shot, timeout=min(left, RESUME_TRY)))
+        return replace(leg, seconds=perf_counter() - started)
+
+    async def _give_up(self) -> None:
+        """Stop waiting for a life-cycle call that still runs, and let it say what that means for its engines."""
+        running = self._lock.current
+        if running is None or running.asked.call.kind not in _GIVEN_UP:
+            return
+        running.given_up = True
+        if running.fanout is not None:
+            running.fanout.abandon()
+            if running.task is not None:
+                await asyncio.wait({running.task}, timeout=self._settings.probe_timeout)
+
+    def _open(self, by: str) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        if not self._gate.closed:
+            return
+        seconds = asyncio.get_running_loop().time() - self._gate.closed_since
+        self._gate.open()
+        self._fleet.emit("gate_opened", by=by, seconds=seconds)
+        self._lock.changed()
+
+    # Pauses that last
+
+    def _set_timers(self, by: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(self._settings.pause_warn, self._overdue, by))
+        if self._settings.max_pause:
+            self._timers.append(loop.call_later(self._settings.max_pause, self._lease_ended, by))
+
+    def _overdue(self, by: str) -> None:
+        seconds = asyncio.get_running_loop().time() - self._gate.closed_since
+        _log.warning("generation has been paused for %.0f s by %s; POST /resume ends it", seconds, by)
+        self._fleet.emit("pause_overdue", by=by, seconds=seconds)
+        self._timers.append(asyncio.get_running_loop().call_later(self._settings.pause_warn, self._overdue, by))
+
+    def _lease_ended(self, by: str) -> None:
+        seconds = asyncio.get_running_loop().time() - self._gate.closed_since
+        _log.warning("the pause of %s ended by itself after %.0f s (max_pause)", by, seconds)
+        self._fleet.emit("pause_lease_ended", by=by, seconds=seconds)
+        self._on_lease_end()
+
+    def recover(self) -> None:
+        """The proxy started while the engines were paused: so is the gate, until /resume or until they all go on."""
+        engines = [engine for engine in self._updates.living() if not engine.plain]
+        paused = [engine for engine in engines if engine.reported_paused]
+        if not paused:
+            return
+        if len(paused) < len(engines):
+            for engine in paused:
+                self._prober.watch_paused(engine)
+            return
+        who = "a pause found at start"
+        self._updates.half_way = True
+        self._gate.close(who)
+        self._fleet.emit("gate_closed", by=who)
+        self._set_timers(who)
+        self._lock.changed()
+        self._watching = spawn(self._until_resumed(), name="watch the recovered pause")
+
+    async def _until_resumed(self) -> None:
+        since = self._gate.closed_since
+        while self._gate.closed and self._gate.closed_since == since:
+            await asyncio.sleep(self._settings.pause_watch_interval)
+            engines = [engine for engine in self._updates.living() if not engine.plain]
+            if not engines or self._lock.current is not None or not self._gate.closed_by.endswith("at start"):
+                continue
+            paused = await asyncio.gather(*(self._prober.is_paused(engine) for engine in engines))
+            if any(paused) or not self._gate.closed or self._lock.current is not None:
+                continue
+            for engine in engines:
+                engine.reported_paused = False
+            self._open("the engines, which all go on")
+
+    def undo(self, engine: Engine) -> None:
+        """A pause may have been overtaken by a resume there: look, and resume it again if so."""
+        spawn(self._undo_pause(engine), name=f"undo late pause {engine.id}")
+
+    async def _undo_pause(self, engine: Engine) -> None:
+        """A pause was overtaken by a resume: whichever came last there, the engine must not stay paused."""
+        if self._gate.closed or not await self._prober.is_paused(engine) or self._gate.closed:
+            return
+        self._prober.watch_paused(engine)
+        await self._resume_leg(
+            engine, Shot(CALLS["/resume"], "POST", "/resume", timeout=self._settings.control_timeout)
+        )
+
+    def stop(self) -> None:
+        """End timers and watches."""
+        for timer in self._timers:
+            timer.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
