@@ -14,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import Any, NoReturn
 
 import click
@@ -223,21 +222,19 @@ def _calls(sync: dict[str, Any]) -> Table:
     columns = engines if len(engines) <= MAX_COLUMNS else ["fastest", "median", "slowest"]
     for name in _short(columns):
         table.add_column(Text(plain(name)), justify="right", no_wrap=True)
-    for name, group in groupby(sync["calls"], key=lambda call: call["call"]):
-        calls = list(group)
-        times = f" x{len(calls)}" if len(calls) > 1 else ""
-        legs = {engine: _legs(calls, engine) for engine in engines}
+    for call in sync["calls"]:
+        times = f" x{call['count']}" if call["count"] > 1 else ""
+        legs = {engine: _leg(call, engine) for engine in engines}
         cells = (
             [_leg_text(*legs[engine]) for engine in engines]
             if len(engines) <= MAX_COLUMNS
             else _summed_up({engine: leg for engine, leg in legs.items() if leg[0] is not None})
         )
-        worst = max(call["status"] for call in calls)
         table.add_row(
-            Text(f"  {plain(name)}{times}"),
-            Text(str(worst), style="red" if worst >= 400 else ""),
-            seconds(sum(call["seconds"] for call in calls)),
-            seconds(sum(call["overhead_seconds"] for call in calls)),
+            Text(f"  {plain(call['call'])}{times}"),
+            Text(str(call["status"]), style="red" if call["status"] >= 400 else ""),
+            seconds(call["seconds"]),
+            seconds(call["overhead_seconds"]),
             *cells,
         )
     if sync["dropped_calls"]:
@@ -251,11 +248,12 @@ def _short(names: Sequence[str]) -> list[str]:
     return [f":{name.rpartition(':')[2]}" for name in names] if len(hosts) == 1 and "" not in hosts else list(names)
 
 
-def _legs(calls: Sequence[dict[str, Any]], engine: str) -> tuple[float | None, str]:
-    """Seconds of an engine in some calls, None if it took no part, and how that ended if not well."""
-    legs = [call["legs"][engine] for call in calls if engine in call["legs"]]
-    bad = next((leg["outcome"] for leg in legs if leg["outcome"] != "answered"), "")
-    return (sum(leg["seconds"] for leg in legs) if legs else None), bad
+def _leg(call: dict[str, Any], engine: str) -> tuple[float | None, str]:
+    """Seconds of an engine in a call, None if it took no part, and how that ended if not well."""
+    leg = call["legs"].get(engine)
+    if leg is None:
+        return None, ""
+    return leg["seconds"], "" if leg["outcome"] == "answered" else leg["outcome"]
 
 
 def _leg_text(spent: float | None, bad: str) -> Text:
@@ -337,7 +335,7 @@ def sync_report(url: str, control_token: str | None, ca: str | None, *, last: in
     Example: fleetgate sync-report --last 3
     """
     try:
-        syncs = Reader(url, control_token, ca).json("/fleet/syncs")["syncs"][:last]
+        syncs = Reader(url, control_token, ca).json(f"/fleet/syncs?last={last}")["syncs"]
     except (UnreachableError, OSError) as error:
         _fail(error)
     if as_json:

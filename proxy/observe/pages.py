@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
+from proxy.errors import BadRequest
 from proxy.observe import exposition
 from proxy.observe.metrics import OwnPage
 from proxy.observe.scrape import Scraper
+from proxy.observe.syncs import MAX_SYNCS
 
 if TYPE_CHECKING:
     from proxy.data.plane import DataPlane
     from proxy.observe.control_stats import ControlStats
 
+_DIGITS = 6
+"""Of a number in a query; nobody means more, and a number of a million digits takes a second to read."""
 _NO_STORE = {"Cache-Control": "no-store"}
 
 
@@ -62,9 +66,12 @@ class Pages:
         data = {engine: load.as_json() for engine, load in self._scraper.load().items()}
         return _json({"engines": data})
 
-    async def syncs(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        """``GET /fleet/syncs``: the last weight syncs, newest first."""
-        return _json(self._control.syncs.as_json())
+    async def syncs(self, request: web.Request) -> web.Response:
+        """``GET /fleet/syncs?last=N``: the last weight syncs, newest first."""
+        last = request.query.get("last", str(MAX_SYNCS))
+        if not last.isascii() or not last.isdigit() or len(last) > _DIGITS:
+            raise BadRequest(f"last={last[:_DIGITS]!r} must be a number of syncs, such as last=8")
+        return _json(self._control.syncs.as_json(int(last)))
 
     async def ui(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """``GET /fleet/ui``: the live page."""

@@ -11,14 +11,17 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from proxy.core.calls import CALLS, Kind
+from proxy.core.merge import Outcome
 
 MAX_SYNCS = 50
 """Syncs that are kept; at one a minute most of an hour."""
-MAX_CALLS = 400
-"""Calls kept of one sync. An update of a large model comes in some hundred buckets; the rest is only counted."""
+MAX_CALLS = 64
+"""Records kept of one sync; the rest is only counted. Calls of one name in a row, such as the hundreds of buckets of a
+large model, are one record."""
 
 _BEGINNERS = frozenset({Kind.PAUSE, Kind.INIT, Kind.START, Kind.UPDATE, Kind.FINISH, Kind.LABEL, Kind.SLEEP})
 _IGNORED = frozenset({Kind.READ, Kind.ABORT})
@@ -55,9 +58,10 @@ class Sync:
         number: counts from 1 since the proxy started.
         started: Unix time (seconds).
         ended: Unix time (seconds), None while it runs.
-        calls: its calls, in order of their ends, each with ``call, phase, status, started, seconds,
-            overhead_seconds, legs`` where a leg is ``status, seconds, outcome`` by engine.
-        dropped: calls beyond `MAX_CALLS`.
+        calls: its calls, in order of their ends, each with ``call, phase, count, status, started, ended, seconds,
+            overhead_seconds, legs`` where a leg is ``status, seconds, outcome`` by engine. For a row of ``count``
+            calls, durations are sums, and status and outcomes the worst.
+        dropped: records beyond `MAX_CALLS`.
         version: the fleet version that it led to, if it changed.
         running: the call that runs now, with ``call, phase, started``.
         trouble: what went wrong, for people.
@@ -135,12 +139,12 @@ class SyncLog:
                 if self._current is not None:
                     self._current.version = details["version"]
 
-    def as_json(self) -> dict[str, Any]:
-        """The last syncs, newest first."""
+    def as_json(self, last: int = MAX_SYNCS) -> dict[str, Any]:
+        """The last syncs, newest first, at most so many."""
         now = self._clock()
         if self._rest_at is not None and now - self._rest_at > GRACE:
             self._close(self._rest_at)
-        return {"now": now, "syncs": [sync.as_json(now) for sync in reversed(self._syncs)]}
+        return {"now": now, "syncs": [sync.as_json(now) for sync in islice(reversed(self._syncs), last)]}
 
     def _open(self, started: float) -> Sync:
         if self._current is None:
@@ -185,22 +189,28 @@ class SyncLog:
             engine: {"status": leg[0], "seconds": leg[1], "outcome": str(leg[2])}
             for engine, leg in details["legs"].items()
         }
-        record = {
-            "call": call,
-            "phase": PHASES.get(kind, "other"),
-            "status": details["status"],
-            "started": started,
-            "seconds": details["seconds"],
-            "overhead_seconds": details["overhead_seconds"],
-            "legs": legs,
-        }
-        if len(sync.calls) < MAX_CALLS:
-            sync.calls.append(record)
+        last = sync.calls[-1] if sync.calls and not sync.dropped else None
+        if last is not None and last["call"] == call and last["legs"].keys() == legs.keys():
+            _join(last, details, legs, now)
+        elif len(sync.calls) < MAX_CALLS:
+            sync.calls.append(
+                {
+                    "call": call,
+                    "phase": PHASES.get(kind, "other"),
+                    "count": 1,
+                    "status": details["status"],
+                    "started": started,
+                    "ended": now,
+                    "seconds": details["seconds"],
+                    "overhead_seconds": details["overhead_seconds"],
+                    "legs": legs,
+                }
+            )
         else:
             sync.dropped += 1
         ok = details["status"] < 400
         if not ok:
-            bad = [engine for engine, leg in legs.items() if leg["outcome"] != "answered"]
+            bad = [engine for engine, leg in legs.items() if leg["outcome"] != Outcome.ANSWERED]
             sync.trouble.append(f"{call} answered {details['status']}" + (f" ({', '.join(bad)})" if bad else ""))
         if kind in (Kind.START, Kind.UPDATE):
             self._updating = ok
@@ -221,3 +231,17 @@ class SyncLog:
             self._current.running = None
         self._current = None
         self._rest_at = None
+
+
+def _join(record: dict[str, Any], details: Mapping[str, Any], legs: dict[str, dict[str, Any]], now: float) -> None:
+    """One more call of the same name, right after the one that is recorded."""
+    record["count"] += 1
+    record["status"] = max(record["status"], details["status"])
+    record["ended"] = now
+    record["seconds"] += details["seconds"]
+    record["overhead_seconds"] += details["overhead_seconds"]
+    for engine, leg in legs.items():
+        known = record["legs"][engine]
+        known["seconds"] += leg["seconds"]
+        if leg["outcome"] != Outcome.ANSWERED:
+            known["status"], known["outcome"] = leg["status"], leg["outcome"]

@@ -145,6 +145,7 @@ for (const phase of PHASES) {
   item.append(box(phase), make("span", phase));
   $("legend").append(item);
 }
+const callName = (call) => (call.count > 1 ? `${call.call} ×${call.count}` : call.call);
 function bar(from, width, className, text) {
   const rect = document.createElementNS(SVG, "rect");
   rect.setAttribute("x", String(from));
@@ -172,8 +173,9 @@ function lane(sync, engine) {
     told.push(`${call.phase} ${span(leg.seconds)}${failed ? ` ${leg.outcome}` : ""}`);
     const total = Math.max(sync.seconds, 1e-6);
     const from = (1000 * (call.started - sync.started)) / total;
+    const length = call.count > 1 ? call.ended - call.started : leg.seconds;
     const className = call.phase + (failed ? " failed-leg" : "");
-    svg.append(bar(from, (1000 * leg.seconds) / total, className, `${call.call}: ${span(leg.seconds)} ${leg.outcome}`));
+    svg.append(bar(from, (1000 * length) / total, className, `${callName(call)}: ${span(leg.seconds)} ${leg.outcome}`));
   }
   if (sync.running) {
     told.push(`${sync.running.phase} runs`);
@@ -199,7 +201,7 @@ function callTable(sync, engines) {
   const body = table.createTBody();
   for (const call of sync.calls) {
     const row = body.insertRow();
-    const name = make("th", call.call);
+    const name = make("th", callName(call));
     name.scope = "row";
     row.append(name, make("td", String(call.status)), make("td", span(call.seconds)), make("td", span(call.overhead_seconds)));
     for (const engine of engines) {
@@ -214,7 +216,7 @@ function callTable(sync, engines) {
 const opened = new Set();
 let drawn = "";
 function showSyncs(data) {
-  const syncs = data.syncs.slice(0, MAX_SYNCS);
+  const syncs = data.syncs;
   const state = JSON.stringify(syncs);
   if (state === drawn || !syncs.length) return;
   // A reader who works inside the list keeps it until he leaves it.
@@ -235,7 +237,7 @@ function showSyncs(data) {
     const details = make("details");
     details.open = opened.has(sync.number);
     details.addEventListener("toggle", () => (details.open ? opened.add(sync.number) : opened.delete(sync.number)));
-    const count = sync.calls.length + sync.dropped_calls;
+    const count = sync.calls.reduce((sum, call) => sum + call.count, sync.dropped_calls);
     details.append(make("summary", count === 1 ? "1 call" : `${count} calls`), callTable(sync, engines));
     article.append(details);
     list.append(article);
@@ -313,7 +315,7 @@ async function look() {
   }
   looking = true;
   try {
-    const [fleet, work, syncs] = await Promise.allSettled([get("/fleet"), get("/fleet/load"), get("/fleet/syncs")]);
+    const [fleet, work, syncs] = await Promise.allSettled([get("/fleet"), get("/fleet/load"), get(`/fleet/syncs?last=${MAX_SYNCS}`)]);
     if (work.status === "fulfilled") showLoad(work.value);
     if (fleet.status === "fulfilled") showFleet(fleet.value);
     if (syncs.status === "fulfilled") showSyncs(syncs.value);

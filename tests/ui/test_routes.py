@@ -47,6 +47,13 @@ async def test_the_live_page_may_load_nothing_and_be_framed_by_nobody(demo):
     assert "https://" not in text
 
 
+@pytest.mark.parametrize("last", ["", "-1", "1.5", "x", "9" * 5000, "\u0663"])
+async def test_a_number_of_syncs_that_is_none_is_refused_with_an_example(demo, last):
+    async with demo.session.get(demo.url + "/fleet/syncs", params={"last": last}) as answer:
+        assert answer.status in (400, 414)
+        assert answer.status == 414 or "last=8" in await answer.text()
+
+
 async def test_both_formats_parse_and_say_the_same(demo):
     text_status, text, text_headers = await demo.get("/metrics")
     open_status, other, open_headers = await demo.get("/metrics", Accept="application/openmetrics-text;version=1.0.0")

@@ -75,10 +75,10 @@ def test_what_comes_from_outside_cannot_speak_to_the_terminal():
     assert plain("a\nb\x1b\u202ec") == "a\ufffdb\ufffd\ufffdc"
 
 
-def call(name, spent, status=200, **legs):
+def call(name, spent, status=200, count=1, **legs):
     legs = legs or {"h:1": (spent, "answered"), "h:2": (spent / 2, "answered")}
     return {
-        "call": name, "phase": name, "status": status, "started": 0.0, "seconds": spent, "overhead_seconds": 0.001,
+        "call": name, "phase": name, "count": count, "ended": spent, "status": status, "started": 0.0, "seconds": spent, "overhead_seconds": 0.001,
         "legs": {engine: {"status": 200, "seconds": leg[0], "outcome": leg[1]} for engine, leg in legs.items()},
     }  # fmt: skip
 
@@ -99,7 +99,7 @@ def test_a_report_has_a_line_for_each_call_and_a_column_for_each_engine():
 
 
 def test_many_buckets_of_one_update_are_one_line():
-    text = shown(*render_syncs([sync(*(call("update_weights", 0.5) for _ in range(40)), dropped_calls=2)]))
+    text = shown(*render_syncs([sync(call("update_weights", 20.0, count=40), dropped_calls=2)]))
     assert "update_weights x40" in text
     assert "20.0 s" in text
     assert "and 2 more calls" in text

@@ -143,10 +143,27 @@ def test_it_remembers_a_bounded_number_of_syncs_and_calls(monkeypatch):
     assert len(trainer.syncs()) == syncs.MAX_SYNCS
     assert trainer.syncs()[0]["version"] == f"v{syncs.MAX_SYNCS + 4}"
     trainer.pause()
-    for _ in range(10):
+    for _ in range(5):
         trainer.call("update_weights")
+        trainer.call("reset_prefix_cache")
     sync = trainer.syncs()[0]
     assert (len(sync["calls"]), sync["dropped_calls"]) == (3, 8)
+    assert len(trainer.log.as_json(last=2)["syncs"]) == 2
+
+
+def test_the_buckets_of_a_large_model_are_one_record():
+    trainer = Trainer()
+    trainer.pause()
+    for number in range(300):
+        legs = {"a": (200, 0.1, "answered"), "b": (500, 0.1, "refused")} if number == 7 else None
+        trainer.call("update_weights", status=424 if legs else 200, legs=legs)
+    _, update = trainer.syncs()[0]["calls"]
+    assert (update["count"], update["status"]) == (300, 424)
+    assert update["seconds"] == pytest.approx(30.0)
+    assert update["ended"] - update["started"] == pytest.approx(30.0)
+    assert update["legs"]["a"]["outcome"] == "answered"
+    assert update["legs"]["b"]["outcome"] == "refused"
+    assert update["legs"]["b"]["seconds"] == pytest.approx(30.0)
 
 
 def holder(call):
