@@ -103,14 +103,3 @@ class Shares:
         self.total = sum(weights)
         self.weights = None if weights.count(weights[0]) == len(weights) else weights
         return True
-
-
-def place(loads: Sequence[float], turn: int) -> int:
-    """Index of the least load, the search beginning at ``turn`` so that ties go round."""
-    low = min(loads)
-    if not 0 < turn < len(loads):
-        return loads.index(low)
-    try:
-        return loads.index(low, turn)
-    except ValueError:
-        return loads.index(low)

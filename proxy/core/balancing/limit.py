@@ -11,6 +11,10 @@ from collections.abc import Sequence
 
 from proxy.core.balancing.base import C, Shares
 
+ENGINES_A_PICK = 16
+"""Engines looked at for one decision on average: in a larger fleet the sum of all requests is used a few times, since a
+request more or less hardly changes the share of each."""
+
 
 class Limit:
     """``margin`` times the engine's share of all requests, plus ``slack``; the new request counted in.
@@ -24,6 +28,8 @@ class Limit:
         self.margin = margin
         self.slack = slack
         self._shares = Shares()
+        self._total = 0
+        self._good_for = 0
 
     def over(self, candidate: C, candidates: Sequence[C]) -> bool:
         """Whether an engine would be over its limit with one more request."""
@@ -31,6 +37,9 @@ class Limit:
         slack = self.slack * candidate.weight
         if after <= slack or len(candidates) == 1:
             return False
-        self._shares.look(candidates)
-        share = (sum([other.inflight for other in candidates]) + 1) / self._shares.total
+        if self._shares.look(candidates) or not self._good_for:
+            self._total = sum([other.inflight for other in candidates]) + 1
+            self._good_for = max(1, len(candidates) // ENGINES_A_PICK)
+        self._good_for -= 1
+        share = self._total / self._shares.total
         return after > share * self.margin * candidate.weight + slack

@@ -52,7 +52,10 @@ class Prefix:
         self._block = block_bytes
         self._spread = LeastInflight()
         self._cached: dict[str, OrderedDict[int, None]] = {}
-        self._holders: dict[int, set[str]] = {}
+        # Engines as bits, so that one step down the tree is one `and`, however many engines hold the block.
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._holders: dict[int, int] = {}
         self._size = 0
 
     def __len__(self) -> int:
@@ -81,41 +84,48 @@ class Prefix:
         return out
 
     def _longest(self, candidates: Sequence[C], blocks: Sequence[int]) -> C | None:
-        needed = max(1, self._min_match * len(blocks))
-        present = {candidate.id: candidate for candidate in candidates}
-        best: dict[str, C] = {}
-        for number, block in enumerate(blocks):
-            holders = self._holders.get(block)
-            left = {name: one for name, one in (best or present).items() if name in holders} if holders else {}
+        slots = self._slots
+        have = 0
+        for candidate in candidates:
+            have |= slots.get(candidate.id, 0)
+        holders = self._holders
+        matched = 0
+        for block in blocks:
+            left = have & holders.get(block, 0)
             if not left:
-                if number < needed:
-                    return None
                 break
-            best = left
-        chosen = min(best.values(), key=lambda one: one.inflight / one.weight)
+            have = left
+            matched += 1
+        if not matched or matched < self._min_match * len(blocks):
+            return None
+        best = [candidate for candidate in candidates if slots.get(candidate.id, 0) & have]
+        chosen = min(best, key=lambda one: one.inflight / one.weight)
         return None if self._limit.over(chosen, candidates) else chosen
 
     def _remember(self, engine_id: str, blocks: Sequence[int], engines: int) -> None:
         cached = self._cached.get(engine_id)
         if cached is None:
             cached = self._cached[engine_id] = OrderedDict()
+            self._slots[engine_id] = self._free.pop() if self._free else 1 << len(self._slots)
+        slot = self._slots[engine_id]
+        holders = self._holders
         # From the end to the beginning: of a prompt its end is given up first, as an engine frees it.
         for block in reversed(blocks):
             if block in cached:
                 cached.move_to_end(block)
             else:
                 cached[block] = None
-                self._holders.setdefault(block, set()).add(engine_id)
+                holders[block] = holders.get(block, 0) | slot
                 self._size += 1
         share = max(len(blocks), self._max_blocks // engines)
         while len(cached) > share:
-            block, _ = cached.popitem(last=False)
-            self._drop(block, engine_id)
+            self._drop(cached.popitem(last=False)[0], slot)
 
-    def _drop(self, block: int, engine_id: str) -> None:
-        holders = self._holders[block]
-        holders.discard(engine_id)
-        if not holders:
+    def _drop(self, block: int, slot: int) -> None:
+        left = self._holders[block] & ~slot
+        if left:
+            self._holders[block] = left
+        else:
             del self._holders[block]
         self._size -= 1
 
@@ -125,8 +135,11 @@ class Prefix:
 
     def forget(self, engine_id: str) -> None:
         """None of its blocks is there any more."""
-        for block in self._cached.pop(engine_id, ()):
-            self._drop(block, engine_id)
+        slot = self._slots.pop(engine_id, 0)
+        if slot:
+            for block in self._cached.pop(engine_id):
+                self._drop(block, slot)
+            self._free.append(slot)
 
     def emptied(self, engine_id: str) -> None:
         """Its caches are empty."""

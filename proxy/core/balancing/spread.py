@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from random import Random
 
-from proxy.core.balancing.base import C, Shares, Stateless, place
+from proxy.core.balancing.base import C, Shares, Stateless
+
+WINDOW = 16
+"""Engines looked at for one pick, so that it costs the same in any fleet. In a larger one the window goes round, and an
+engine that got idle is seen a few picks later; the least of 16 does as well as the least of all (docs/balancing.md)."""
 
 
 class LeastInflight(Stateless):
@@ -18,22 +22,26 @@ class LeastInflight(Stateless):
         self._turn = 0
 
     def select(self, candidates: Sequence[C], key: bytes | None, now: float, prompt: bytes = b"") -> C:  # noqa: ARG002
-        """The least busy of the candidates, the search going on where the last one ended."""
-        turn = self._turn if self._turn < len(candidates) else 0
-        shares = self._shares
-        shares.look(candidates)
-        weights = shares.weights
+        """The least busy of the candidates, the search beginning after the last one taken."""
+        count = len(candidates)
+        turn = self._turn if self._turn < count else 0
+        self._shares.look(candidates)
+        weights = self._shares.weights
+        if weights is None and not candidates[turn].inflight:
+            self._turn = turn + 1
+            return candidates[turn]
+        # The window, from `turn` on and round the end.
+        end = turn + min(count, WINDOW)
+        seen = candidates[turn:end]
+        if end > count:
+            seen = [*seen, *candidates[: end - count]]
         if weights is None:
-            first = candidates[turn]
-            if not first.inflight:
-                self._turn = turn + 1
-                return first
-            loads: Sequence[float] = [candidate.inflight for candidate in candidates]
+            loads: list[float] = [candidate.inflight for candidate in seen]
         else:
-            loads = [(one.inflight + 1) / weight for one, weight in zip(candidates, weights, strict=True)]
-        index = place(loads, turn)
-        self._turn = index + 1
-        return candidates[index]
+            loads = [(candidate.inflight + 1) / candidate.weight for candidate in seen]
+        index = loads.index(min(loads))
+        self._turn = (turn + index) % count + 1
+        return seen[index]
 
 
 class RoundRobin(Stateless):
