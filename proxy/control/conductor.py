@@ -20,6 +20,7 @@ from proxy.control.aftermath import Aftermath
 from proxy.control.asked import Asked, Reply, reply_error
 from proxy.control.everyday import Everyday
 from proxy.control.fanout import Fanout, Runner, Shot, fire
+from proxy.control.groups import Groups
 from proxy.control.lock import LifecycleLock, Running, holder_of
 from proxy.control.lora import Adapters
 from proxy.control.pauses import Pauses
@@ -68,7 +69,8 @@ class Conductor:
         self._memory: Memory[Reply] = Memory(settings.replay_window)
         self._fanouts: set[Fanout] = set()
         aftermath = Aftermath(settings, fleet, admission, prober)
-        self.updates = Updates(settings, fleet, admission, prober, fan=self.fan, gate_closed=lambda: gate.closed)
+        self.groups = Groups(settings, fleet, admission, prober, fan=self.fan, gate_closed=lambda: gate.closed)
+        self.updates = Updates(settings, fleet, self.groups, admission, prober=prober, fan=self.fan)
         self.lock = LifecycleLock(fleet, gate_closed=lambda: gate.closed, round_live=lambda: self.updates.round.live)
         self.pauses = Pauses(
             settings, fleet, gate, self.lock, updates=self.updates, prober=prober, admission=admission,
@@ -192,9 +194,9 @@ class Conductor:
             case Kind.RESUME:
                 return await self.pauses.resume(asked)
             case Kind.INIT:
-                return await self.updates.init(asked)
+                return await self.groups.init(asked)
             case Kind.SHUTDOWN:
-                return await self.updates.shutdown(asked)
+                return await self.groups.shutdown(asked)
             case Kind.START:
                 return await self.updates.start(asked)
             case Kind.UPDATE:

@@ -58,7 +58,7 @@ def fleet_json(plane: ControlPlane) -> dict[str, Any]:
     fleet, gate, conductor = plane.fleet, plane.gate, plane.conductor
     now = asyncio.get_running_loop().time()
     holder = conductor.lock.holder
-    group = conductor.updates.group
+    group = conductor.groups.group
     update = conductor.updates.round
     return {
         "weight_version": fleet.version,

@@ -102,7 +102,7 @@ class Pauses:
             self._set_timers(who)
         self._lock.changed()
         shot = asked.shot(limit_of(self._settings, asked))
-        engines = self._updates.living()
+        engines = self._living()
         self._aftermath.missed(asked, shot)
         if not engines:
             message = "/pause: the gate is closed and requests are held, but no engine is alive to be paused"
@@ -125,7 +125,7 @@ class Pauses:
         """Resume every engine, give up what hangs, then open the gate."""
         self._lock.changed()
         shot = asked.shot(limit_of(self._settings, asked))
-        engines = self._updates.living()
+        engines = self._living()
         self._aftermath.missed(asked, shot)
         other = self._lock.current
         hung = set(other.fanout.pending) if other is not None and other.fanout is not None else set()
@@ -192,6 +192,9 @@ class Pauses:
         self._fleet.emit("gate_opened", by=by, seconds=seconds)
         self._lock.changed()
 
+    def _living(self) -> list[Engine]:
+        return [engine for engine in self._fleet if engine.alive]
+
     # Pauses that last
 
     def _set_timers(self, by: str) -> None:
@@ -214,7 +217,7 @@ class Pauses:
 
     def recover(self) -> None:
         """The proxy started while the engines were paused: so is the gate, until /resume or until they all go on."""
-        engines = [engine for engine in self._updates.living() if not engine.plain]
+        engines = [engine for engine in self._living() if not engine.plain]
         paused = [engine for engine in engines if engine.reported_paused]
         if not paused:
             return
@@ -234,7 +237,7 @@ class Pauses:
         since = self._gate.closed_since
         while self._gate.closed and self._gate.closed_since == since:
             await asyncio.sleep(self._settings.pause_watch_interval)
-            engines = [engine for engine in self._updates.living() if not engine.plain]
+            engines = [engine for engine in self._living() if not engine.plain]
             if not engines or self._lock.current is not None or not self._gate.closed_by.endswith("at start"):
                 continue
             paused = await asyncio.gather(*(self._prober.is_paused(engine) for engine in engines))
