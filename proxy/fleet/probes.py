@@ -18,8 +18,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import orjson
-
 from proxy.config import Settings
 from proxy.core.admission import UNKNOWN_EPOCH
 from proxy.core.engine_state import Event, State
@@ -28,6 +26,7 @@ from proxy.core.identity import Look, restarted, start_time
 from proxy.data.upstream import Answer, FetchError
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
+from proxy.fleet.said import paused_of, version_of, world_size_of
 from proxy.fleet.sentinel import Sentinel
 from proxy.tasks import spawn
 
@@ -151,7 +150,7 @@ class Prober:
     async def is_paused(self, engine: Engine) -> bool:
         """A quick look whether generation is paused there; no answer counts as no."""
         answer = await self._get(engine, "/is_paused")
-        return _paused(answer) is True
+        return paused_of(answer) is True
 
     def watch_paused(self, engine: Engine) -> None:
         """Somebody else paused it: keep it out of rotation until it says otherwise."""
@@ -250,7 +249,7 @@ class Prober:
             return
         if engine.calls != calls or engine.busy:
             return
-        version = _version(answer)
+        version = version_of(answer)
         if answer.status in (404, 405) or (version == "default" and engine.version not in (None, "default")):
             self.suspect(engine, "its weight version went back to the default")
             return
@@ -315,11 +314,11 @@ class Prober:
             return False
         quiet = engine.calls == calls and not engine.busy
         now = Look(
-            version=_version(weight) if quiet else None,
+            version=version_of(weight) if quiet else None,
             plain=None if weight is None else weight.status in (404, 405),
-            paused=_paused(paused) if quiet else None,
+            paused=paused_of(paused) if quiet else None,
             start_time=start_time(metrics.body) if metrics is not None and metrics.status == 200 else None,
-            world_size=_world_size(size),
+            world_size=world_size_of(size),
         )
         before = Look(engine.version, engine.plain if watched.looked else None, None, engine.start_time)
         same_process = before.start_time is not None and now.start_time is not None
@@ -400,33 +399,8 @@ class Prober:
                 await asyncio.sleep(self._settings.pause_watch_interval)
                 answer = await self._get(engine, "/is_paused")
                 # A server without the route cannot say when it resumes: the next request finds out.
-                if _paused(answer) is False or (answer is not None and answer.status in (404, 405)):
+                if paused_of(answer) is False or (answer is not None and answer.status in (404, 405)):
                     break
         finally:
             watched.paused = None
             self._set_paused(engine, paused=False)
-
-
-def _json(answer: Answer | None) -> dict[str, object]:
-    if answer is None or answer.status != 200:
-        return {}
-    try:
-        data = orjson.loads(answer.body)
-    except orjson.JSONDecodeError:
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def _version(answer: Answer | None) -> str | None:
-    version = _json(answer).get("weight_version")
-    return None if version is None else str(version)
-
-
-def _paused(answer: Answer | None) -> bool | None:
-    paused = _json(answer).get("is_paused")
-    return paused if isinstance(paused, bool) else None
-
-
-def _world_size(answer: Answer | None) -> int | None:
-    size = _json(answer).get("world_size")
-    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
