@@ -27,7 +27,9 @@ from tests.tools.rollouts import Outcome, Verdict, make
 ENGINES = 4
 CLIENTS = 40
 """Rollouts at once."""
-TOKENS_PER_SECOND = 120
+TORMENTORS = 2
+"""Engines in trouble at once; the trainer's pauses come on top."""
+TOKENS_PER_SECOND = 60
 """Of one sequence: slow enough that most faults strike inside an answer."""
 LONGEST = 160
 """Tokens of the longest rollout."""
@@ -46,10 +48,13 @@ class Run:
     proxy: ProxyProcess
     fleet: EngineFleet
     session: aiohttp.ClientSession
+    """For the trainer and the tormentor."""
+    users: aiohttp.ClientSession
+    """For the rollouts."""
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     bad: list[Outcome] = field(default_factory=list)
-    attempts: int = 0
+    busy: list[asyncio.Lock] = field(default_factory=lambda: [asyncio.Lock() for _ in range(ENGINES)])
     started: int = 0
     over: bool = False
 
@@ -58,11 +63,11 @@ class Run:
         rng = random.Random(f"{self.seed} client {number}")
         while self.started < self.rollouts:
             self.started += 1
-            rollout = make(rng, longest=LONGEST)
+            rollout = make(rng, longest=LONGEST, model="sim")
             headers = {"X-Session-ID": f"s{rng.randrange(50)}"} if rng.random() < 0.3 else {}
             try:
                 async with asyncio.timeout(STUCK):
-                    outcome = await rollout.run(self.session, self.proxy.url, headers)
+                    outcome = await rollout.run(self.users, self.proxy.url, headers)
             except TimeoutError:
                 outcome = Outcome(Verdict.REFUSED, f"{rollout.path} hung for {STUCK:g} s")
             self.outcomes[outcome.verdict] += 1
@@ -72,35 +77,41 @@ class Run:
 
     # Faults
 
-    async def torment(self) -> None:
-        """One fault after another until the rollouts are through."""
-        rng = random.Random(f"{self.seed} torment")
-        kinds = [self.kill, self.freeze, self.kill_core, self.pause_all, self.pause_all, self.pause_one, self.strike]
+    async def torment(self, number: int) -> None:
+        """One engine after another meets a fault, until the rollouts are through."""
+        rng = random.Random(f"{self.seed} torment {number}")
+        kinds = [self.kill, self.freeze, self.kill_core, self.pause_one, self.strike, self.strike, self.strike]
         while not self.over:
-            kind = rng.choice([*kinds, self.strike, self.strike])
-            with contextlib.suppress(aiohttp.ClientError):
-                await kind(rng)
-            await asyncio.sleep(rng.uniform(0.1, 0.8))
+            free = [index for index in range(ENGINES) if not self.busy[index].locked()]
+            index = rng.choice(free)
+            async with self.busy[index]:
+                with contextlib.suppress(aiohttp.ClientError):
+                    await rng.choice(kinds)(index, rng)
+            await asyncio.sleep(rng.uniform(0.0, 0.5))
 
-    async def kill(self, rng: random.Random) -> None:
+    async def train(self) -> None:
+        """Pause and resume through the proxy, as a trainer does around each sync."""
+        rng = random.Random(f"{self.seed} train")
+        while not self.over:
+            await self.pause_all(rng)
+            await asyncio.sleep(rng.uniform(0.3, 1.5))
+
+    async def kill(self, index: int, rng: random.Random) -> None:
         """SIGKILL, then a new process on the same port."""
-        index = rng.randrange(ENGINES)
         self.faults["killed"] += 1
         await self.fleet.kill(index)
         await asyncio.sleep(rng.uniform(0.0, 1.0))
         await self.fleet.restart(index)
 
-    async def kill_core(self, rng: random.Random) -> None:
+    async def kill_core(self, index: int, rng: random.Random) -> None:
         """The engine process dies behind its API server, which answers 500 and ends a second later."""
-        index = rng.randrange(ENGINES)
         self.faults["engine process killed"] += 1
         await self._engine(index, "/sim/kill_engine")
         await asyncio.sleep(rng.uniform(1.2, 2.0))
         await self.fleet.restart(index)
 
-    async def freeze(self, rng: random.Random) -> None:
+    async def freeze(self, index: int, rng: random.Random) -> None:
         """SIGSTOP for a while: connections stay, nothing moves."""
-        index = rng.randrange(ENGINES)
         self.faults["frozen"] += 1
         self.fleet.freeze(index)
         await asyncio.sleep(rng.uniform(0.3, 3.0))
@@ -123,18 +134,16 @@ class Run:
                     return
             await asyncio.sleep(0.1)
 
-    async def pause_one(self, rng: random.Random) -> None:
+    async def pause_one(self, index: int, rng: random.Random) -> None:
         """Somebody pauses one engine behind the proxy's back."""
-        index = rng.randrange(ENGINES)
         mode = rng.choice(["keep", "abort", "wait"])
         self.faults[f"paused behind its back ({mode})"] += 1
         await self._engine(index, f"/pause?mode={mode}")
         await asyncio.sleep(rng.uniform(0.0, 0.5))
         await self._engine(index, "/resume")
 
-    async def strike(self, rng: random.Random) -> None:
+    async def strike(self, index: int, rng: random.Random) -> None:
         """A few answers of one engine go wrong, each in its own way."""
-        index = rng.randrange(ENGINES)
         action = rng.choice(["cut", "reset", "cut", "reset", "busy", "busy event", "garbage", "delay", "engine error"])
         rule: dict[str, object] = {"path": "/v1/*", "times": rng.randrange(1, 6)}
         if action in ("cut", "reset"):
@@ -148,8 +157,11 @@ class Run:
             message = "The engine is currently busy and cannot accept new requests."
             body = {"error": {"message": message, "type": "Service Unavailable", "param": None, "code": 503}}
             rule |= {"action": "status", "status": 503, "body": body}
-        elif action in ("busy event", "engine error"):
-            rule |= {"action": "error_event", "status": 503 if action == "busy event" else 500, "after_tokens": 0}
+        elif action == "busy event":
+            rule |= {"action": "error_event", "status": 503, "after_tokens": 0}
+        elif action == "engine error":
+            # As the first event a live engine's 500 is about the request and belongs to the client.
+            rule |= {"action": "error_event", "status": 500, "after_tokens": rng.randrange(1, 30)}
         elif action == "garbage":
             rule["action"] = "garbage"
         else:
@@ -193,13 +205,14 @@ async def chaos(seed: int, rollouts: int) -> int:
         limits = aiohttp.ClientTimeout(total=None)
         async with (
             EngineFleet(spec) as fleet,
-            proxy_process(*fleet.urls, probe_interval=0.5, log_level="warning") as proxy,
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session,
+            proxy_process(*fleet.urls, probe_interval=0.5) as proxy,
+            aiohttp.ClientSession(timeout=limits) as session,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as users,
         ):
-            run = Run(seed, rollouts, proxy, fleet, session)
+            run = Run(seed, rollouts, proxy, fleet, session, users)
             files = proxy.files
             clients = [asyncio.ensure_future(run.client(number)) for number in range(CLIENTS)]
-            torment = asyncio.ensure_future(run.torment())
+            torment = asyncio.gather(*[run.torment(number) for number in range(TORMENTORS)], run.train())
             memory = 0
             while not all(client.done() for client in clients):
                 await asyncio.wait(clients, timeout=5)
@@ -209,6 +222,7 @@ async def chaos(seed: int, rollouts: int) -> int:
                 print(f"  {time.monotonic() - began:5.0f} s: {done} rollouts, {dict(run.outcomes)}", flush=True)
             run.over = True
             await torment
+            await users.close()
             await run.resume()
             left = await run.settle()
             grown = proxy.memory - memory

@@ -168,6 +168,7 @@ def read_stream(path: str, data: bytes | bytearray) -> tuple[str, str | None, bo
     text: list[str] = []
     ended: str | None = None
     whole = False
+    begun = ""
     for event in bytes(data).split(b"\n\n"):
         payload = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
         if not payload:
@@ -177,7 +178,8 @@ def read_stream(path: str, data: bytes | bytearray) -> tuple[str, str | None, bo
             continue
         item = json.loads(payload)
         if item.get("error") or item.get("type") == "error":
-            return "".join(text), None, True
+            return "".join(text) or begun, None, True
+        begun = "(no token yet)"
         if path == "/v1/messages":
             if item["type"] == "content_block_delta":
                 text.append(item["delta"]["text"])

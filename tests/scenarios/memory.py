@@ -1,0 +1,81 @@
+"""What an open connection, an open request and a held request cost the proxy, in bytes of resident memory.
+
+``python -m tests.scenarios.memory [--count 2000]``: the proxy is a process of its own, so nothing else is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+import aiohttp
+import uvloop
+
+from tests.tools.fault_engine import SSE_HEAD, FaultEngine, Request, Wire, chunk
+from tests.tools.process import proxy_process
+from tests.tools.rig import Client, eventually, post
+
+BODY = b'{"stream":true,"prompt":"' + b"x" * 475 + b'"}'
+
+
+async def measure(count: int) -> None:
+    """Print the figures."""
+    going = asyncio.Event()
+
+    async def script(wire: Wire, request: Request) -> None:
+        await wire.send(SSE_HEAD + chunk(b'data: {"id":1}\n\n'))
+        await going.wait()
+        await wire.send(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    engines = [FaultEngine(script) for _ in range(4)]
+    async with engines[0], engines[1], engines[2], engines[3], proxy_process(*[e.url for e in engines]) as proxy:
+        for what in ("warm-up", "open", "held"):
+            going.clear()
+            made = [Client.to(proxy.url) for _ in range(count)]
+            base = proxy.memory
+            clients: list[Client] = []
+            for start in range(0, count, 200):
+                clients += await asyncio.gather(*[one.__aenter__() for one in made[start : start + 200]])
+            connected = proxy.memory
+            async with aiohttp.ClientSession() as session:
+                if what == "held":
+                    for engine in (await proxy.fleet(session))["engines"]:
+                        async with session.post(f"{proxy.url}/fleet/engines/{engine['id']}/drain") as answer:
+                            assert answer.status == 200, await answer.text()
+                for client in clients:
+                    client.writer.write(post("/v1/completions", BODY))
+                if what == "held":
+                    while (await proxy.fleet(session))["gate"]["held_requests"] < count:  # noqa: ASYNC110
+                        await asyncio.sleep(0.1)
+                else:
+                    await eventually(lambda: sum(engine.running for engine in engines) == count, "all open", 120)
+                busy = proxy.memory
+                if what == "held":
+                    for engine in (await proxy.fleet(session))["engines"]:
+                        async with session.post(f"{proxy.url}/fleet/engines/{engine['id']}/admit") as answer:
+                            assert answer.status == 200, await answer.text()
+            going.set()
+            for client in clients:
+                assert (await client.reply()).complete
+            await asyncio.gather(*[one.__aexit__(None, None, None) for one in made])
+            if what != "warm-up":
+                print(
+                    f"{count} {what} requests with {len(BODY)}-byte bodies: {(connected - base) / count / 1024:.1f} KiB for "
+                    f"each idle connection, {(busy - base) / count / 1024:.1f} KiB in all for each {what} request "
+                    f"(resident {base >> 20} -> {busy >> 20} MiB)"
+                )
+            else:
+                print(f"the first {count} open requests: {(busy - base) / count / 1024:.1f} KiB each in all")
+
+
+def main() -> int:
+    """Read the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--count", type=int, default=2000)
+    uvloop.run(measure(parser.parse_args().count))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
