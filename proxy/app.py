@@ -17,6 +17,7 @@ from proxy.config import Settings
 from proxy.control.plane import ControlPlane
 from proxy.data.handoff import WebSide
 from proxy.data.plane import DataPlane
+from proxy.fleet.discovery import Discovery
 from proxy.fleet.registry import Fleet
 from proxy.observe import logs
 from proxy.observe.control_stats import ControlStats
@@ -43,6 +44,7 @@ class App:
         fleet: the engines.
         plane: the data plane.
         control: the control plane.
+        discovery: brings in the engines of a file or of DNS.
         server: the main listener.
         url: where clients reach it.
         control_url: where trainers reach it; the same unless ``control_port`` is set.
@@ -52,6 +54,7 @@ class App:
     fleet: Fleet
     plane: DataPlane
     control: ControlPlane
+    discovery: Discovery
     server: Server
     web_side: WebSide
     control_site: web.AppRunner | None
@@ -61,6 +64,7 @@ class App:
     async def stop(self) -> None:
         """Drain, then end everything this proxy started."""
         await self.server.stop()
+        await self.discovery.stop()
         await self.control.stop()
         await self.web_side.stop()
         if self.control_site is not None:
@@ -103,8 +107,10 @@ async def start(settings: Settings) -> App:
         await site.start()
         control_host, control_port = control_site.addresses[0][:2]
         control_url = f"{scheme}://{_bracket(control_host)}:{control_port}"
+    discovery = Discovery(settings, fleet, control.members)
+    await discovery.start()
     await control.start()
-    return App(settings, fleet, plane, control, server, web_side, control_site, url, control_url)
+    return App(settings, fleet, plane, control, discovery, server, web_side, control_site, url, control_url)
 
 
 def _bracket(host: str) -> str:
@@ -117,7 +123,8 @@ async def serve(settings: Settings) -> int:
         app = await start(settings)
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
-        _log.error("cannot listen on %s: %s; choose another --port, or stop what listens there", where, error.strerror)
+        why = error.strerror or str(error)
+        _log.error("cannot listen on %s: %s; choose another --port, or stop what listens there", where, why)
         return EXIT_FAILURE
     _log.info("listening on %s", app.url)
     if app.control_url != app.url:

@@ -23,7 +23,7 @@ from proxy.core import calls
 from proxy.core.calls import CALLS, Call
 from proxy.core.paths import PathTable
 from proxy.errors import BodyTooLarge, FleetgateError, Forbidden, MethodNotAllowed, NotFound, Unauthorized
-from proxy.fleet.engine import Engine
+from proxy.fleet.engine import Engine, engine_id
 from proxy.fleet.members import Members
 from proxy.fleet.probes import Prober
 from proxy.fleet.registry import Fleet
@@ -78,9 +78,11 @@ class ControlPlane:
 
     async def start(self) -> None:
         """Add the configured engines, look at each once, and go on from what they say."""
-        engines = [self.members.add(url) for url in self.settings.engine]
-        self._first = set(engines)
-        await asyncio.gather(*(self._first_look(engine) for engine in engines))
+        for url in self.settings.engine:
+            if engine_id(url) not in self.fleet.engines:
+                self.members.add(url)
+        self._first = set(self.fleet)
+        await asyncio.gather(*(self._first_look(engine) for engine in self._first))
         self.admission.count_votes()
         self._started = True
         self._settle_votes()
@@ -103,7 +105,7 @@ class ControlPlane:
         """An engine answered: votes are counted as long as not everybody of the start has been heard."""
         if not self._started:
             return
-        if self.admission.voting and engine in self._first:
+        if self.admission.voting and (engine in self._first or not self._first):
             self.admission.count_votes()
             self._settle_votes()
             self.admission.review_all()
@@ -113,7 +115,12 @@ class ControlPlane:
         self.admission.review(engine)
 
     def _settle_votes(self) -> None:
-        if all(engine.alive or engine.id not in self.fleet.engines for engine in self._first):
+        """The vote is over when everybody of the start was heard, or, with nobody there, the first who came."""
+        if self._first:
+            done = all(engine.alive or engine.id not in self.fleet.engines for engine in self._first)
+        else:
+            done = self.fleet.version is not None or any(engine.alive for engine in self.fleet)
+        if done:
             self.admission.voting = False
 
     def _on_removed(self, engine: Engine) -> None:

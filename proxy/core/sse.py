@@ -40,6 +40,9 @@ class EngineError:
 _ERROR_KEYS = (b'"error"', b'"object"', b'"type"', b'"message"', b'"code"', b'"detail"', b'"status"')
 _WHITE = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
+PREAMBLE = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
+"""Events that ``/v1/responses`` sends on acceptance, before the engine has looked at the request: a refusal (the cut
+stream of a paused engine) comes after them, so they are looked past."""
 PREFIX = 64
 """Bytes of an event's data that tell whether it can be an error object; longer white space before it settles nothing
 and the whole event is waited for."""
@@ -136,7 +139,7 @@ class FirstEvent:
         if len(self._buffer) > self._limit:
             return Verdict.NORMAL
         start = self._pos
-        if not self._settled and self._buffer[start : start + 5] == b"data:":
+        if not self._settled and self._name not in PREAMBLE and self._buffer[start : start + 5] == b"data:":
             return self._judge(bytes(self._buffer[start + 5 : start + 5 + PREFIX]))
         return Verdict.MORE
 
@@ -150,8 +153,10 @@ class FirstEvent:
 
     def _line(self, line: bytes) -> Verdict:
         if not line:
-            if self._data is None:
+            if self._data is None or self._name in PREAMBLE:
                 self._name = b""
+                self._data = None
+                self._settled = False
                 return Verdict.MORE
             self.error = read_error(b"\n".join(self._data), named_error=self._name == b"error")
             return Verdict.ERROR if self.error is not None else Verdict.NORMAL
@@ -159,9 +164,9 @@ class FirstEvent:
         value = value.removeprefix(b" ")
         if name == b"event":
             self._name = value
-            if value != b"error":
+            if value != b"error" and value not in PREAMBLE:
                 return Verdict.NORMAL
-        elif name == b"data":
+        elif name == b"data" and self._name not in PREAMBLE:
             if not self._settled and self._judge(value) is Verdict.NORMAL:
                 return Verdict.NORMAL
             if self._data is None:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from proxy.observe.scrape import Scraper
 
 _EOF = b"# EOF\n"
-_SERVING = (State.READY, State.DRAINING)
 _NOTHING = Histogram(CALL_BUCKETS)
 
 
@@ -136,14 +135,14 @@ class FleetgateCollector:
                 states.add_metric([engine.id, str(state)], float(engine.state is state))
             if engine.version is not None:
                 versions.add_metric([engine.id], {"version": engine.version})
-            if engine.state in _SERVING and not engine.plain:
+            if engine.alive and not engine.plain:
                 in_service.add(engine.version)
         yield inflight
         yield states
         yield versions
         yield GaugeMetricFamily(
             "fleetgate_weight_versions_in_service",
-            "Distinct weight labels among engines that serve; more than 1 only in the middle of a sync.",
+            "Distinct weight labels among living engines, fenced ones included; above 1 the fleet is mixed.",
             len(in_service),
         )
         yield GaugeMetricFamily(

@@ -214,3 +214,24 @@ def test_ends_event(tail: bytes, ended: bool) -> None:
 )
 def test_looks_whole(tail: bytes, stream: bool, whole: bool) -> None:
     assert looks_whole(tail, stream=stream) is whole
+
+
+def test_events_of_acceptance_are_looked_past():
+    """A paused /v1/responses stream is cut after these two: nothing may have gone to the client by then."""
+    peek = FirstEvent(65536)
+    accepted = b'event: response.created\ndata: {"type":"response.created","response":{"id":"r"}}\n\n'
+    working = b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
+    for piece in (accepted[:10], accepted[10:], working):
+        assert peek.feed(piece) is Verdict.MORE
+    assert peek.finish() is Verdict.NORMAL
+    assert peek.feed(b"event: response.output_item.added\n") is Verdict.NORMAL
+    assert peek.held == accepted + working + b"event: response.output_item.added\n"
+
+
+def test_an_error_after_the_events_of_acceptance_is_an_error():
+    peek = FirstEvent(65536)
+    assert peek.feed(b'event: response.created\ndata: {"type":"response.created"}\n\n') is Verdict.MORE
+    body = b'event: error\ndata: {"type":"error","error":{"message":"Generation is paused.","code":503}}\n\n'
+    assert peek.feed(body) is Verdict.ERROR
+    assert peek.error is not None
+    assert peek.error.kind is Kind.PAUSED

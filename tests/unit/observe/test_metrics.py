@@ -93,11 +93,12 @@ async def test_openmetrics_parses_and_leaves_the_end_to_the_caller():
     [
         ([], 0),
         ([("a", State.READY, "v1"), ("b", State.READY, "v1")], 1),
-        ([("a", State.READY, "v1"), ("b", State.FENCED, "v0")], 1),
+        ([("a", State.READY, "v1"), ("b", State.FENCED, "v0")], 2),
+        ([("a", State.READY, "v1"), ("b", State.DOWN, "v0")], 1),
         ([("a", State.READY, "v1"), ("b", State.DRAINING, "v0")], 2),
     ],
 )
-async def test_only_engines_that_serve_have_versions_in_service(engines, expected):
+async def test_versions_in_service_are_those_of_living_engines(engines, expected):
     assert Proxy(*engines).value("fleetgate_weight_versions_in_service") == expected
 
 
