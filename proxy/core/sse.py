@@ -127,13 +127,16 @@ class FirstEvent:
                 return verdict
 
     def finish(self) -> Verdict:
-        """The stream ended. An event without its closing empty line counts here: it is all there will ever be."""
+        """The stream ended: `Verdict.MORE` if no event of its own ever came.
+
+        An event without its closing empty line counts here: it is all there will ever be.
+        """
         rest = bytes(self._buffer[self._pos :]).rstrip(b"\r")
         if rest:
             verdict = self._line(rest)
             if verdict is not Verdict.MORE:
                 return verdict
-        return self._line(b"") if self._data is not None else Verdict.NORMAL
+        return self._line(b"") if self._data is not None else Verdict.MORE
 
     def _unfinished(self) -> Verdict:
         if len(self._buffer) > self._limit:

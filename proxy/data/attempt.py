@@ -264,10 +264,10 @@ class Attempt:
             peek = self.peek
             assert peek is not None
             verdict = peek.finish()
-            if peek.held:
-                self._peeked(peek, verdict)
-            else:
+            if verdict is Verdict.MORE:
                 self._failed(Failure(Kind.CUT, "the stream ended before its first event"))
+            else:
+                self._peeked(peek, verdict)
 
     def on_failure(self, failure: Failure) -> None:
         """The engine's answer is not whole."""

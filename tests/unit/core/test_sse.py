@@ -133,7 +133,7 @@ def test_a_stream_that_ends_inside_its_first_event_is_read_to_the_end() -> None:
         assert reader.error.kind is Kind.BUSY
     reader = FirstEvent(LIMIT)
     reader.feed(b": only a comment\n\n")
-    assert reader.finish() is Verdict.NORMAL
+    assert reader.finish() is Verdict.MORE
 
 
 class CountingBytes(bytearray):
@@ -223,7 +223,7 @@ def test_events_of_acceptance_are_looked_past():
     working = b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n'
     for piece in (accepted[:10], accepted[10:], working):
         assert peek.feed(piece) is Verdict.MORE
-    assert peek.finish() is Verdict.NORMAL
+    assert peek.finish() is Verdict.MORE
     assert peek.feed(b"event: response.output_item.added\n") is Verdict.NORMAL
     assert peek.held == accepted + working + b"event: response.output_item.added\n"
 
