@@ -20,7 +20,7 @@ class ConsistentHash(Stateless):
     2018), by the same limit as the other policies have (`proxy.core.balancing.limit`).
 
     Args:
-        margin: times its share of all requests that an engine may hold; infinity: any number.
+        margin: times the load of the others that an engine may hold; infinity: any number.
         slack: requests per unit of weight on top of that, so that an idle fleet does not scatter sessions.
     """
 

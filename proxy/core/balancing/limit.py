@@ -17,10 +17,12 @@ request more or less hardly changes the share of each."""
 
 
 class Limit:
-    """``margin`` times the engine's share of all requests, plus ``slack``; the new request counted in.
+    """``margin`` times the load of the other engines, plus ``slack``; the new request counted in.
+
+    The others and not all: of two engines one could never hold twice its share of both, however bad it got.
 
     Args:
-        margin: times the share; infinity: there is no limit.
+        margin: times the mean load per unit of weight of the others; infinity: there is no limit.
         slack: requests per unit of weight on top, so that small numbers do not make sessions flap.
     """
 
@@ -38,8 +40,8 @@ class Limit:
         if after <= slack or len(candidates) == 1:
             return False
         if self._shares.look(candidates) or not self._good_for:
-            self._total = sum([other.inflight for other in candidates]) + 1
+            self._total = sum([other.inflight for other in candidates])
             self._good_for = max(1, len(candidates) // ENGINES_A_PICK)
         self._good_for -= 1
-        share = self._total / self._shares.total
-        return after > share * self.margin * candidate.weight + slack
+        others = (self._total - candidate.inflight) / (self._shares.total - candidate.weight)
+        return after > others * self.margin * candidate.weight + slack

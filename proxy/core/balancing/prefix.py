@@ -29,7 +29,7 @@ class Prefix:
     Args:
         prompt_bytes: bytes of a prompt that are looked at.
         max_blocks: blocks remembered of all engines together.
-        margin: times its share of all requests above which an engine's prompts go elsewhere.
+        margin: times the load of the others above which an engine's prompts go elsewhere.
         slack: requests per unit of weight on top of that.
         min_match: share of the prompt that must be cached for it to count, 0 to 1.
         block_bytes: bytes of a block.

@@ -40,7 +40,8 @@ class LeastInflight(Stateless):
         else:
             loads = [(candidate.inflight + 1) / candidate.weight for candidate in seen]
         index = loads.index(min(loads))
-        self._turn = (turn + index) % count + 1
+        # In a large fleet the next window begins at the end of this one, so that every engine is seen soon.
+        self._turn = (turn + (index + 1 if count <= WINDOW else WINDOW - 1)) % count
         return seen[index]
 
 

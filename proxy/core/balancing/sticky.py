@@ -36,7 +36,7 @@ class Sticky:
 
     The first turn goes to the engine with the least load, live sessions counted as well as requests: a session between
     two turns will come back. Equal loads are settled by the session's place on a ring, so that ties go round and two
-    idle proxies agree. A session moves when its engine holds over ``margin`` times its share of all requests plus
+    idle proxies agree. A session moves when its engine holds over ``margin`` times what the others hold plus
     ``slack``; it then lives where it went, since the newest prefix is there.
 
     A session is live while its last turn began less than ``live`` seconds ago. Were sessions counted for as long as
@@ -46,7 +46,7 @@ class Sticky:
     Args:
         ttl: seconds after which an unused session is forgotten.
         max_sessions: sessions remembered; the one unused for longest goes first.
-        margin: times its share of all requests above which an engine loses sessions; infinity: never.
+        margin: times the load of the others above which an engine loses sessions; infinity: never.
         slack: requests per unit of weight on top of that, so that small numbers do not make sessions flap.
         live: seconds that a session counts as load after a turn began.
     """
