@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from proxy.config import Settings
 from proxy.control.admit import Admission
 from proxy.control.aftermath import Aftermath, that_count
-from proxy.control.asked import Asked, Reply, limit_of, reply_error, reply_merged
+from proxy.control.asked import JSON_HEADERS, Asked, Reply, limit_of, reply_error, reply_merged
 from proxy.control.fanout import Runner, Shot, fire
 from proxy.control.lock import LifecycleLock
 from proxy.control.updates import Updates
@@ -86,6 +86,7 @@ class Pauses:
         self._aftermath = aftermath
         self._fan = fan
         self._on_lease_end = on_lease_end
+        updates.on_broken = self._broken
         self._timers: list[asyncio.TimerHandle] = []
         self._watching: asyncio.Task[None] | None = None
 
@@ -156,10 +157,16 @@ class Pauses:
 
     async def _resume_leg(self, engine: Engine, shot: Shot) -> Leg:
         """/resume is safe to repeat, and a lost one is the costliest of all: try again within its limit."""
-        limit = shot.timeout or self._settings.resume_timeout
         started = perf_counter()
+        left = limit = shot.timeout or self._settings.resume_timeout
+        if (engine.tainted or engine.updating) and engine.inflight:
+            aborted = await self.abort_running(engine, limit)
+            if not aborted.ok and aborted.outcome is not Outcome.MISSING:
+                why = f"it stays paused, because its running requests could not be aborted: {aborted.said()}"
+                return replace(aborted, outcome=Outcome.DIED, detail=why, seconds=perf_counter() - started)
+            left = limit - (perf_counter() - started)
+        leg = await fire(engine, replace(shot, timeout=min(left, RESUME_TRY)))
         delay = RESUME_BACKOFF
-        leg = await fire(engine, replace(shot, timeout=min(limit, RESUME_TRY)))
         for _ in range(RESUME_TRIES - 1):
             wrong = leg.outcome is Outcome.REFUSED and leg.status is not None and leg.status < 500
             left = limit - (perf_counter() - started) - delay
@@ -169,6 +176,25 @@ class Pauses:
             delay *= 2
             leg = await fire(engine, replace(shot, timeout=min(left, RESUME_TRY)))
         return replace(leg, seconds=perf_counter() - started)
+
+    async def abort_running(self, engine: Engine, limit: float | None = None) -> Leg:
+        """End what runs at an engine whose weights are nobody's: it must not go on with them under the old label.
+
+        The clients get what was generated before, with ``finish_reason: "abort"``.
+        """
+        call = CALLS["/abort_requests"]
+        timeout = min(limit or self._settings.control_timeout, self._settings.control_timeout)
+        leg = await fire(engine, Shot(call, "POST", call.path, JSON_HEADERS, b"{}", timeout))
+        _log.warning("aborted what ran at %s, because a weight update broke there: %s", engine.id, leg.said())
+        return leg
+
+    def _broken(self, engines: Sequence[Engine]) -> None:
+        """A round broke: where generation is not paused, what runs there ends now; where it is, at the resume."""
+        if self._gate.closed:
+            return
+        for engine in engines:
+            if engine.inflight and engine.alive:
+                spawn(self.abort_running(engine), name=f"abort at {engine.id}")
 
     async def _give_up(self) -> None:
         """Stop waiting for a life-cycle call that still runs, and let it say what that means for its engines."""

@@ -10,7 +10,7 @@ fails is decided here, by how far each of them may have got:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import orjson
@@ -59,6 +59,8 @@ class Updates:
         self._sessions: dict[Engine, int] = {}
         self.round = Round()
         groups.on_init = self._passed_by
+        self.on_broken: Callable[[Sequence[Engine]], None] | None = None
+        """Called with the engines whose weights are nobody's now."""
         self.half_way = False
         """The engines were paused when the proxy started, and no start was seen since: a round may be open there."""
 
@@ -335,4 +337,6 @@ class Updates:
             engine.taint()
             self._admission.failed(engine, "", f"the weight update broke: {why}", taint=True)
         self._fleet.refresh()
+        if self.on_broken is not None:
+            self.on_broken(hit)
         self._fleet.emit("round_broken", why=why, engines=[engine.id for engine in hit])
