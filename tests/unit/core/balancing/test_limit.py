@@ -4,7 +4,7 @@ from fleets import fleet
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.balancing.limit import Limit
+from proxy.core.balancing.limit import FREE, Limit
 
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=15), st.floats(1, 4), st.floats(1, 10))
@@ -19,7 +19,7 @@ def test_without_slack_the_mean_of_the_others_is_the_limit(inflight):
     limit = Limit(margin=1.0, slack=0.0)
     for engine in engines:
         mean = (sum(inflight) - engine.inflight) / (len(inflight) - 1)
-        assert limit.over(engine, engines) is (engine.inflight + 1 > mean)
+        assert limit.over(engine, engines) is (engine.inflight + 1 > max(mean, FREE))
 
 
 def test_the_new_request_counts_and_the_limit_itself_is_allowed():
@@ -38,10 +38,18 @@ def test_of_two_engines_the_bad_one_is_seen():
 
 
 def test_slack_is_per_worker():
-    engines = fleet(7, 0, weights=(4, 4))
-    assert not Limit(margin=1.0, slack=2.0).over(engines[0], engines)
-    engines = fleet(7, 0, weights=(1, 1))
-    assert Limit(margin=1.0, slack=2.0).over(engines[0], engines)
+    engines = fleet(23, 0, weights=(4, 4))
+    assert not Limit(margin=1.0, slack=6.0).over(engines[0], engines)
+    engines = fleet(23, 0, weights=(1, 1))
+    assert Limit(margin=1.0, slack=6.0).over(engines[0], engines)
+
+
+def test_a_few_requests_are_always_free():
+    engines = fleet(FREE - 1, 0, 0)
+    limit = Limit(margin=1.0, slack=0.0)
+    assert not limit.over(engines[0], engines)
+    engines[0].inflight = FREE
+    assert limit.over(engines[0], engines)
 
 
 def test_one_engine_alone_is_never_over():

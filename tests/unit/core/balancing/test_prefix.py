@@ -62,9 +62,9 @@ def test_load_goes_before_affinity_beyond_the_limit():
     engines = fleet(0, 0, 0)
     one = policy(margin=1.25, slack=2.0)
     home = ask(one, engines, text(1))
-    home.inflight = 1
+    home.inflight = 3
     assert ask(one, engines, text(1)) is home
-    home.inflight = 2
+    home.inflight = 4
     assert ask(one, engines, text(1)) is not home
 
 

@@ -78,8 +78,8 @@ def test_a_session_leaves_an_engine_that_holds_too_much_and_stays_where_it_went(
     engines = fleet(0, 0, 0)
     one = policy(margin=1.25, slack=2.0)
     home = one.select(engines, b"k", 0.0)
-    home.inflight = 2
-    # 3 with the new one; the others hold none, so that the limit is the slack.
+    home.inflight = 4
+    # 5 with the new one; the others hold none, so that only what is free is left to it.
     moved = one.select(engines, b"k", 1.0)
     assert moved is not home
     home.inflight = 0
@@ -90,7 +90,7 @@ def test_within_the_limit_it_stays():
     engines = fleet(0, 0, 0)
     one = policy(margin=1.25, slack=2.0)
     home = one.select(engines, b"k", 0.0)
-    home.inflight = 1
+    home.inflight = 3
     assert one.select(engines, b"k", 1.0) is home
 
 
@@ -107,7 +107,7 @@ def test_the_limit_of_a_bigger_engine_is_higher():
     one = policy(margin=1.25, slack=2.0)
     home = one.select(engines, b"k", 0.0)
     assert home is engines[1]
-    home.inflight = 7
+    home.inflight = 15
     assert one.select(engines, b"k", 1.0) is home
     home.inflight = 1000
     assert one.select(engines, b"k", 2.0) is engines[0]
