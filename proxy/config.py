@@ -186,7 +186,7 @@ class Settings(BaseSettings):
     affinity_margin: float = Field(
         1.25,
         ge=1,
-        description="Sessions and prompts leave an engine that holds over this many times its share of requests...",
+        description="Sessions and prompts leave an engine that holds over this many times what others hold...",
     )
     affinity_slack: float = Field(
         2.0, ge=0, description="...plus this many per worker, so that small numbers do not move sessions."
