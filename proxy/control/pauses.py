@@ -163,7 +163,8 @@ class Pauses:
             aborted = await self.abort_running(engine, limit)
             if not aborted.ok and aborted.outcome is not Outcome.MISSING:
                 why = f"it stays paused, because its running requests could not be aborted: {aborted.said()}"
-                return replace(aborted, outcome=Outcome.DIED, detail=why, seconds=perf_counter() - started)
+                seconds = perf_counter() - started
+                return Leg(engine.id, Outcome.DIED, seconds=seconds, detail=why)
             left = limit - (perf_counter() - started)
         leg = await fire(engine, replace(shot, timeout=min(left, RESUME_TRY)))
         delay = RESUME_BACKOFF

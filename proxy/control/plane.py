@@ -138,7 +138,9 @@ class ControlPlane:
         Args:
             public: only what needs no credential: the main port, where control calls have a port of their own.
         """
-        app = web.Application(middlewares=[self._errors], client_max_size=self.settings.max_control_body)
+        # The public side has nothing that a credential would open, so it asks for none.
+        middlewares = [self._errors] if public else [self._errors, self._credentials]
+        app = web.Application(middlewares=middlewares, client_max_size=self.settings.max_control_body)
         api = self._api
         for path, handler in (
             ("/health", api.health),
@@ -166,9 +168,8 @@ class ControlPlane:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Credentials first; then every error as the body and fields that the contract promises."""
+        """Every error as the body and fields that the contract promises."""
         try:
-            self._authorize(request)
             response = await handler(request)
         except FleetgateError as error:
             response = reply_error(error).response(with_legs=False)
@@ -189,6 +190,11 @@ class ControlPlane:
         if request_id is not None and not response.prepared:
             response.headers["X-Request-Id"] = request_id
         return response
+
+    @web.middleware
+    async def _credentials(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._authorize(request)
+        return await handler(request)
 
     def _authorize(self, request: web.Request) -> None:
         """Compare in constant time (RFC 6750 section 2.1).

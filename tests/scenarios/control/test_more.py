@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from aiohttp import web
 
 from tests.scenarios.control.mock import MockEngine
 from tests.scenarios.control.rig import FakeRequest, rig
@@ -170,3 +171,52 @@ async def test_finish_session_forgets_where_it_lives():
         assert (await fleet.call("/finish_session?session_id=s1"))["status"] == "finished"
         assert (await fleet.call("/finish_session", json={"session_id": "s1"}))["status"] == "finished"
         assert (await fleet.call("/finish_session", headers={"X-Session-ID": "s2"}))["status"] == "unknown"
+
+
+async def test_with_a_control_port_the_main_one_only_shows():
+    async with rig(1, control_token="t") as fleet:
+        runner = web.AppRunner(fleet.plane.make_app(public=True))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        base = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        for method, path, status in (
+            ("POST", "/pause", 403), ("GET", "/weight_info", 403), ("POST", "/fleet/engines", 403),
+            ("DELETE", "/fleet/engines/x", 403), ("GET", "/fleet", 200), ("GET", "/health", 200), ("GET", "/ready", 200),
+            ("POST", "/finish_session", 200),
+        ):  # fmt: skip
+            async with fleet.http.request(method, base + path, headers={"Authorization": "Bearer t"}) as response:
+                assert response.status == status, path
+        await runner.cleanup()
+        assert fleet.seen("/pause") == [0]
+
+
+async def test_what_runs_at_a_half_updated_engine_is_aborted_before_it_is_resumed():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        await fleet.call("/pause?mode=keep")
+        await fleet.call("/start_weight_update")
+        fleet.engine(0).inflight = 2
+        await fleet.call("/resume")
+        assert fleet.seen("/abort_requests") == [1, 0]
+        paths = [item.path for item in fleet.engines[0].seen if item.path in ("/abort_requests", "/resume")]
+        assert paths[-2:] == ["/abort_requests", "/resume"]
+
+
+async def test_an_engine_that_cannot_abort_stays_paused():
+    async with rig(2) as fleet:
+        await fleet.call("/pause?mode=keep")
+        await fleet.call("/start_weight_update")
+        fleet.engine(0).inflight = 1
+        fleet.engines[0].fail("/abort_requests")
+        data = await fleet.call("/resume", status=424)
+        assert "stays paused" in data["message"]
+        assert [mock.paused for mock in fleet.engines] == [True, False]
+
+
+async def test_a_round_that_breaks_without_a_pause_ends_what_runs_there():
+    async with rig(2) as fleet:
+        await fleet.call("/start_weight_update")
+        fleet.engine(0).inflight = 1
+        fleet.engines[1].fail("/update_weights", times=1)
+        await fleet.call("/update_weights", json={"update_info": {"names": ["w"]}}, status=424)
+        await fleet.until(lambda: fleet.seen("/abort_requests") == [1, 0])
