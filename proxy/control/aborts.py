@@ -51,6 +51,7 @@ class Aborts:
             BadRequest: ``request_ids`` is no list of strings.
             Conflict: no engine is alive.
         """
+        await self._tracker.refresh()
         data = ranks.parse(asked.body)
         ids = data.get("request_ids") if isinstance(data, dict) else None
         if ids:

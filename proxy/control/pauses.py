@@ -12,6 +12,15 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_result,
+    stop_after_attempt,
+    stop_before_delay,
+    wait_exponential,
+)
+
 from proxy.config import Settings
 from proxy.control.admit import Admission
 from proxy.control.aftermath import Aftermath, that_count
@@ -102,6 +111,7 @@ class Pauses:
             self._fleet.emit("gate_closed", by=who)
             self._set_timers(who)
         self._lock.changed()
+        await gate.settled()
         shot = asked.shot(limit_of(self._settings, asked))
         engines = self._living()
         self._aftermath.missed(asked, shot)
@@ -166,16 +176,22 @@ class Pauses:
                 seconds = perf_counter() - started
                 return Leg(engine.id, Outcome.DIED, seconds=seconds, detail=why)
             left = limit - (perf_counter() - started)
-        leg = await fire(engine, replace(shot, timeout=min(left, RESUME_TRY)))
-        delay = RESUME_BACKOFF
-        for _ in range(RESUME_TRIES - 1):
+        deadline = perf_counter() + left
+
+        def again(leg: Leg) -> bool:
             wrong = leg.outcome is Outcome.REFUSED and leg.status is not None and leg.status < 500
-            left = limit - (perf_counter() - started) - delay
-            if leg.ok or wrong or leg.outcome is Outcome.MISSING or left <= 0 or not engine.alive:
-                break
-            await asyncio.sleep(delay)
-            delay *= 2
-            leg = await fire(engine, replace(shot, timeout=min(left, RESUME_TRY)))
+            return engine.alive and not (leg.ok or wrong or leg.outcome is Outcome.MISSING)
+
+        async def once() -> Leg:
+            return await fire(engine, replace(shot, timeout=max(0.001, min(deadline - perf_counter(), RESUME_TRY))))
+
+        retrying = AsyncRetrying(
+            retry=retry_if_result(again),
+            stop=stop_after_attempt(RESUME_TRIES) | stop_before_delay(left),
+            wait=wait_exponential(multiplier=RESUME_BACKOFF),
+            retry_error_callback=_last,
+        )
+        leg: Leg = await retrying(once)
         return replace(leg, seconds=perf_counter() - started)
 
     async def abort_running(self, engine: Engine, limit: float | None = None) -> Leg:
@@ -293,3 +309,10 @@ class Pauses:
             timer.cancel()
         if self._watching is not None:
             self._watching.cancel()
+
+
+def _last(state: RetryCallState) -> Leg:
+    """The last try's leg, where trying again ended without success."""
+    assert state.outcome is not None
+    leg: Leg = state.outcome.result()
+    return leg
