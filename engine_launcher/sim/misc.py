@@ -70,12 +70,18 @@ async def metrics_page(request: web.Request) -> web.Response:
 async def server_info(request: web.Request) -> web.Response:
     """``GET /server_info``."""
     engine = engine_of(request)
+    backend = engine.config.weight_transfer_backend
     config: Any = {
-        "model_config": {"model": engine.config.model_name, "max_model_len": engine.config.max_model_len},
+        "model_config": {
+            "model": engine.config.model_name,
+            "dtype": "torch.float32",
+            "max_model_len": engine.config.max_model_len,
+        },
         "parallel_config": {
             "tensor_parallel_size": engine.config.world_size,
             "data_parallel_size": engine.config.data_parallel_size,
         },
+        "weight_transfer_config": None if backend is None else {"backend": backend},
     }
     if request.query.get("config_format", "text") == "text":
         config = str(config)
