@@ -6,9 +6,13 @@ import asyncio
 import gc
 import logging
 import resource
+import shutil
 import signal
+import ssl
 import sys
+from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import uvloop
 from aiohttp import web
@@ -22,7 +26,8 @@ from proxy.fleet.registry import Fleet
 from proxy.observe import logs
 from proxy.observe.control_stats import ControlStats
 from proxy.observe.pages import add_routes
-from proxy.server import Server
+from proxy.server import Server, server_context
+from proxy.workers.director import DirectorPlane, private_directory
 
 _log = logging.getLogger("fleetgate")
 
@@ -35,6 +40,77 @@ GC_THRESHOLD = 50_000
 the default of 700 spends some 5 % of the processor on finding none."""
 
 
+class Listener(Protocol):
+    """Who answers on the main port."""
+
+    ssl_context: ssl.SSLContext | None
+
+    def bind(self) -> Awaitable[tuple[str, int]]:
+        """Take the port; returns the address and port.
+
+        Raises:
+            OSError: somebody else has it.
+        """
+
+    def serve(self) -> Awaitable[None]:
+        """Everything is known of the fleet that can be: requests may come."""
+
+    def stop(self) -> Awaitable[None]:
+        """Drain, then close."""
+
+
+class OwnListener:
+    """One process does it all."""
+
+    def __init__(self, plane: DataPlane, control: ControlPlane, app: web.Application) -> None:
+        plane.watch = control.prober
+        self._web_side = WebSide(app)
+        self._server = Server(plane, self._web_side, control.paths)
+        self.ssl_context = self._server.ssl_context
+
+    async def bind(self) -> tuple[str, int]:
+        """Listen at once: a request that comes early is held until the engines are known."""
+        await self._web_side.start()
+        return await self._server.start()
+
+    async def serve(self) -> None:
+        """Requests are answered already."""
+
+    async def stop(self) -> None:
+        """Drain, then close."""
+        await self._server.stop()
+        await self._web_side.stop()
+
+
+class WorkersListener:
+    """Workers share the port; this process directs them."""
+
+    def __init__(self, plane: DirectorPlane, control: ControlPlane, app: web.Application) -> None:
+        self._workers = plane.workers
+        self._workers.prober = control.prober
+        self._seconds = plane.settings.drain_timeout
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._directory = private_directory()
+        self._path = f"{self._directory}/control.sock"
+        self.ssl_context = server_context(plane.settings)
+
+    async def bind(self) -> tuple[str, int]:
+        """Reserve the port; workers listen on it."""
+        return self._workers.reserve()
+
+    async def serve(self) -> None:
+        """Start the workers."""
+        await self._runner.setup()
+        await web.UnixSite(self._runner, self._path).start()
+        await self._workers.start(self._path)
+
+    async def stop(self) -> None:
+        """Let the workers drain, then close."""
+        await self._workers.stop(self._seconds)
+        await self._runner.cleanup()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
 @dataclass(slots=True)
 class App:
     """A running proxy.
@@ -45,7 +121,8 @@ class App:
         plane: the data plane.
         control: the control plane.
         discovery: brings in the engines of a file or of DNS.
-        server: the main listener.
+        listener: answers on the main port.
+        control_site: answers on the control port, if there is one.
         url: where clients reach it.
         control_url: where trainers reach it; the same unless ``control_port`` is set.
     """
@@ -55,18 +132,17 @@ class App:
     plane: DataPlane
     control: ControlPlane
     discovery: Discovery
-    server: Server
-    web_side: WebSide
+    listener: Listener
     control_site: web.AppRunner | None
     url: str
     control_url: str
 
     async def stop(self) -> None:
         """Drain, then end everything this proxy started."""
-        await self.server.stop()
+        self.plane.draining = True
+        await self.listener.stop()
         await self.discovery.stop()
         await self.control.stop()
-        await self.web_side.stop()
         if self.control_site is not None:
             await self.control_site.cleanup()
         for engine in self.fleet:
@@ -74,25 +150,25 @@ class App:
 
 
 async def start(settings: Settings) -> App:
-    """Start a proxy on the running loop.
+    """Start a proxy on the running loop: one process, or a director with workers.
 
     Raises:
         OSError: a listener's address cannot be bound.
     """
-    loop = asyncio.get_running_loop()
-    fleet = Fleet(loop.time)
-    plane = DataPlane(settings, fleet)
+    fleet = Fleet(asyncio.get_running_loop().time)
+    director = DirectorPlane(settings, fleet) if settings.workers > 1 else None
+    # The director's plane has of the data plane what the control plane and the pages ask for.
+    plane = DataPlane(settings, fleet) if director is None else cast("DataPlane", director)
     control = ControlPlane(settings, fleet, plane)
     stats = ControlStats()
     fleet.listeners.append(stats.on_event)
-    plane.watch = control.prober
     own_port = settings.control_port is not None
-    main_app = control.make_app(public=own_port)
-    add_routes(main_app, plane, stats)
-    web_side = WebSide(main_app)
-    await web_side.start()
-    server = Server(plane, web_side, control.paths)
-    host, port = await server.start()
+    app = control.make_app(public=own_port)
+    add_routes(app, plane, stats)
+    listener: Listener = (
+        OwnListener(plane, control, app) if director is None else WorkersListener(director, control, app)
+    )
+    host, port = await listener.bind()
     scheme = "https" if settings.tls_cert else "http"
     url = control_url = f"{scheme}://{_bracket(host)}:{port}"
     control_site: web.AppRunner | None = None
@@ -102,7 +178,10 @@ async def start(settings: Settings) -> App:
         control_site = web.AppRunner(control_app, handler_cancellation=True, access_log=None)
         await control_site.setup()
         site = web.TCPSite(
-            control_site, settings.control_host or settings.host, settings.control_port, ssl_context=server.ssl_context
+            control_site,
+            settings.control_host or settings.host,
+            settings.control_port,
+            ssl_context=listener.ssl_context,
         )
         await site.start()
         control_host, control_port = control_site.addresses[0][:2]
@@ -110,7 +189,8 @@ async def start(settings: Settings) -> App:
     discovery = Discovery(settings, fleet, control.members)
     await discovery.start()
     await control.start()
-    return App(settings, fleet, plane, control, discovery, server, web_side, control_site, url, control_url)
+    await listener.serve()
+    return App(settings, fleet, plane, control, discovery, listener, control_site, url, control_url)
 
 
 def _bracket(host: str) -> str:

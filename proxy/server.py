@@ -6,6 +6,7 @@ import asyncio
 import logging
 import ssl
 
+from proxy.config import Settings
 from proxy.core import routes
 from proxy.core.framing import RequestHead
 from proxy.core.paths import PathTable, Route
@@ -27,6 +28,15 @@ BACKLOG = 4096
 """Connections that wait for accept. Trainers that open a connection for each request come in bursts."""
 
 
+def server_context(settings: Settings) -> ssl.SSLContext | None:
+    """TLS of a listener, if a certificate is set."""
+    if settings.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    return context
+
+
 class Server:
     """The main listener.
 
@@ -36,7 +46,7 @@ class Server:
         paths: says whose a path is.
     """
 
-    def __init__(self, plane: DataPlane, web_side: WebSide, paths: PathTable) -> None:
+    def __init__(self, plane: DataPlane, web_side: WebSide | None, paths: PathTable) -> None:
         self.plane = plane
         self.loop = asyncio.get_running_loop()
         self._paths = paths
@@ -46,11 +56,8 @@ class Server:
         self._unread: set[ClientConnection] = set()
         self._check: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
-        self.ssl_context: ssl.SSLContext | None = None
         settings = plane.settings
-        if settings.tls_cert is not None:
-            self.ssl_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self.ssl_context.load_cert_chain(settings.tls_cert, settings.tls_key)
+        self.ssl_context = server_context(settings)
         self.tick = min(settings.header_timeout, settings.body_timeout, settings.client_idle) / 2
         self.max_head = plane.limits.head
 
@@ -89,6 +96,7 @@ class Server:
 
     def handoff(self, front: Front, head: RequestHead) -> Handed:
         """A request that aiohttp answers."""
+        assert self._web is not None
         return Handed(self._web, front, head, limit=self.plane.settings.max_control_body)
 
     def opened(self, front: Front) -> FleetgateError | None:

@@ -239,7 +239,7 @@ class ControlPlane:
             query=query,
             headers=forwarded(request.raw_headers, token=self._token, engine_key=self._engine_key),
             body=await request.read() if _has_body(request) else None,
-            client=request.remote or "?",
+            client=request.remote or request.headers.get("X-Forwarded-For", "?"),
             request_id=request.headers.get("X-Request-Id", ""),
         )
         reply = await self.conductor.handle(asked)

@@ -102,6 +102,9 @@ class Gate:
         if self.on_change is not None:
             self.on_change(True)
 
+    async def settled(self) -> None:
+        """Return when the gate is closed wherever requests are let through; here that is at once."""
+
     def open(self) -> None:
         """Let held requests go, in order, and new ones pass."""
         if not self.closed:

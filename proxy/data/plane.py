@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -111,6 +111,9 @@ class Tracker:
         elif known is exchange:
             del self._by_id[exchange.id_bytes]
 
+    async def refresh(self) -> None:
+        """Make `find` and `all` true; they always are where requests run in this process."""
+
     def find(self, request_id: str) -> list[Exchange]:
         """Requests that carry this id."""
         known = self._by_id.get(request_id.encode("latin-1", "replace"))
@@ -154,6 +157,8 @@ class DataPlane:
         self.session_headers = tuple(name.lower().encode("ascii") for name in settings.session_headers)
         self._session_fields = session_pattern(settings.session_body_fields)
         self.draining = False
+        self.on_session: Callable[[bytes, str], None] | None = None
+        """Called with a session's key and the engine it was sent to; other workers have to know."""
         key = settings.engine_api_key
         self.engine_authorization = (
             b"Authorization: Bearer " + key.get_secret_value().encode("latin-1") + b"\r\n" if key else b""
@@ -235,7 +240,10 @@ class DataPlane:
                 prompt = prompt_of(body, wanted)
         if len(candidates) == 1 and key is None and not prompt:
             return candidates[0]
-        return self.balancer.select(candidates, key, now, prompt)
+        chosen = self.balancer.select(candidates, key, now, prompt)
+        if key is not None and self.on_session is not None:
+            self.on_session(key, chosen.id)
+        return chosen
 
     def _on_event(self, kind: str, details: dict[str, Any]) -> None:
         """Tell the policy whose caches are gone."""

@@ -23,6 +23,23 @@ DRAIN_POLL = 0.05
 """Seconds between looks whether a draining engine has become idle: removal is no hot path."""
 
 
+def make_engine(url: str, settings: Settings) -> Engine:
+    """An engine that is in no fleet yet.
+
+    Raises:
+        ValueError: the URL is no engine's base URL.
+    """
+    canonical = parse_engine_url(url)
+    upstream = Upstream(
+        canonical,
+        idle_limit=settings.engine_idle,
+        connect_timeout=settings.connect_timeout,
+        header_limit=settings.response_header_limit,
+        ssl_context=ssl.create_default_context(cafile=settings.engine_ca) if canonical.startswith("https") else None,
+    )
+    return Engine(engine_id(canonical), canonical, upstream)
+
+
 class Members:
     """Adds and removes engines.
 
@@ -36,28 +53,8 @@ class Members:
         self._settings = settings
         self._fleet = fleet
         self._prober = prober
-        self._ssl: ssl.SSLContext | None = None
         self.on_removed: Callable[[Engine], None] | None = None
         """Called when an engine left the fleet."""
-
-    def make(self, url: str) -> Engine:
-        """An engine that is not in the fleet yet.
-
-        Raises:
-            ValueError: the URL is no engine's base URL.
-        """
-        canonical = parse_engine_url(url)
-        settings = self._settings
-        if canonical.startswith("https") and self._ssl is None:
-            self._ssl = ssl.create_default_context(cafile=settings.engine_ca)
-        upstream = Upstream(
-            canonical,
-            idle_limit=settings.engine_idle,
-            connect_timeout=settings.connect_timeout,
-            header_limit=settings.response_header_limit,
-            ssl_context=self._ssl,
-        )
-        return Engine(engine_id(canonical), canonical, upstream)
 
     def add(self, url: str) -> Engine:
         """Take an engine in; it gets requests once it has been looked at and admitted.
@@ -65,7 +62,7 @@ class Members:
         Raises:
             ValueError: bad URL, or it is in the fleet already.
         """
-        engine = self.make(url)
+        engine = make_engine(url, self._settings)
         self._fleet.add(engine)
         self._prober.watch(engine)
         return engine

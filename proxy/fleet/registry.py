@@ -47,6 +47,8 @@ class Fleet:
     """Engines that may get a generation request now; rebuilt on each change, never edited in place."""
     on_eligible: list[Callable[[], None]] = field(default_factory=list)
     """Called after `eligible` gained an engine."""
+    on_change: list[Callable[[], None]] = field(default_factory=list)
+    """Called after anything that bears on `eligible` may have changed."""
     listeners: list[Listener] = field(default_factory=list)
     """Called with the kind and the details of each event, for logs, metrics and ``/fleet/events``."""
 
@@ -104,6 +106,8 @@ class Fleet:
         if any(engine not in before for engine in self.eligible):
             for callback in self.on_eligible:
                 callback()
+        for callback in self.on_change:
+            callback()
 
     def emit(self, kind: str, **details: Any) -> None:
         """Tell the listeners. A listener must not raise and must not wait."""

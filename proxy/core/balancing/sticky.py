@@ -97,6 +97,14 @@ class Sticky:
             self.finish(next(iter(self._idle or self._live)))
         return chosen
 
+    def adopt(self, key: bytes, engine_id: str, now: float) -> None:
+        """Another worker of the same proxy gave this session an engine."""
+        self.finish(key)
+        self._live[key] = _Session(engine_id, self._lives.get(engine_id, 0), now)
+        self._count[engine_id] = self._count.get(engine_id, 0) + 1
+        if len(self) > self._max:
+            self.finish(next(iter(self._idle or self._live)))
+
     def _least(self, candidates: Sequence[C], key: bytes) -> C:
         count = self._count
         loads = [(one.inflight + count.get(one.id, 0) + 1) / one.weight for one in candidates]

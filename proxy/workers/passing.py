@@ -1,0 +1,196 @@
+"""A control call that came to a worker, passed on to the director and its answer back, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from proxy.core.failures import Failure, Kind
+from proxy.core.framing import HOP_BY_HOP, RequestHead
+from proxy.data.upstream import ConnectFailedError, Connection, Head, Upstream
+from proxy.errors import BodyTooLarge, EngineUnreachable, FleetgateError, SlowClient
+from proxy.tasks import spawn
+
+if TYPE_CHECKING:
+    from proxy.data.front import Front
+
+_log = logging.getLogger("fleetgate.workers")
+_DROPPED = HOP_BY_HOP | {b"content-length"}
+
+
+class DirectorUpstream(Upstream):
+    """The director's own listener, a Unix socket that only this user can reach."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("http://director:80", idle_limit=0.0)
+        self._path = path
+
+    async def connect(self) -> Connection:
+        """Open a connection.
+
+        Raises:
+            ConnectFailedError: the director does not listen.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_unix_connection(lambda: Connection(self), self._path)
+        except OSError as error:
+            raise ConnectFailedError(Failure(Kind.CONNECT, f"no connection to the director: {error}")) from None
+        return connection
+
+
+class Passed:
+    """One request on its way to the director. The interfaces are `Inbound` and `Receiver`."""
+
+    def __init__(self, upstream: DirectorUpstream, client: Front, head: RequestHead, *, limit: int) -> None:
+        self.head = head
+        self.body_done = not head.has_body
+        self._upstream = upstream
+        self._client = client
+        self._limit = limit
+        self._body: list[bytes] = []
+        self._size = 0
+        self._begun = False
+        self._over = False
+        self._answering = False
+        self._chunked = False
+        self._task: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+
+    def __repr__(self) -> str:
+        return f"<Passed {self.head.method.decode()} {self.head.path.decode('latin-1')}>"
+
+    # From the client
+
+    def begin(self) -> None:
+        """It is this request's turn."""
+        self._begun = True
+        if self.body_done:
+            self._pass_on()
+
+    def body_data(self, data: bytes) -> None:
+        """A piece of the body."""
+        self._size += len(data)
+        if self._size > self._limit:
+            raise BodyTooLarge(f"the body of a control call is over {self._limit} bytes")
+        self._body.append(data)
+
+    def body_end(self) -> None:
+        """The body is whole."""
+        self.body_done = True
+        if self._begun and self._task is None:
+            self._pass_on()
+
+    def client_slow(self) -> None:
+        """The body stopped coming."""
+        self.refused(SlowClient("the body of a control call did not arrive in time"))
+
+    def refused(self, error: FleetgateError) -> None:
+        """It cannot be answered by the director."""
+        if not self._over:
+            self._over = True
+            self._drop()
+            self._client.send_error(error, self)
+            self._client.request_done(self)
+
+    def crashed(self) -> None:
+        """A bug: the client gets a cut, never silence."""
+        _log.exception("a call could not be passed on")
+        self._over = True
+        self._drop()
+        self._client.abort()
+
+    def client_writable(self, writable: bool) -> None:
+        """Back-pressure."""
+        if self._connection is not None:
+            if writable:
+                self._connection.resume_reading()
+            else:
+                self._connection.pause_reading()
+
+    def client_gone(self) -> None:
+        """The client went away; the director goes on with the call and keeps its outcome."""
+        self._over = True
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._connection is not None:
+            self._connection.detach()
+            self._connection = None
+
+    def _pass_on(self) -> None:
+        self._task = spawn(self._send(), name="pass on")
+
+    async def _send(self) -> None:
+        try:
+            connection = await self._upstream.connect()
+        except ConnectFailedError as error:
+            self.refused(EngineUnreachable(error.failure.detail))
+            return
+        if self._over:
+            connection.abort()
+            return
+        self._connection = connection
+        head = self.head
+        body = b"".join(self._body)
+        self._body = []
+        lines = [head.method, b" ", head.target, b" HTTP/1.1\r\nHost: ", head.host or b"localhost", b"\r\n"]
+        for name, value in head.fields:
+            lines += (name, b": ", value, b"\r\n")
+        lines += (b"X-Forwarded-For: ", self._client.peer, b"\r\nConnection: close\r\n")
+        if head.chunked or head.length is not None:
+            lines.append(b"Content-Length: %d\r\n" % len(body))
+        lines.append(b"\r\n")
+        connection.send(self, b"".join(lines) + body, bodyless_answer=head.method == b"HEAD")
+
+    # From the director
+
+    def on_head(self, head: Head) -> None:
+        """The head of the director's answer."""
+        fields = [pair for pair in head.headers if pair[0].lower() not in _DROPPED]
+        self._answering = True
+        self._chunked = head.length is None and head.status not in (204, 304) and self.head.method != b"HEAD"
+        parts = [b"HTTP/1.1 %d " % head.status, head.reason, b"\r\n"]
+        for name, value in fields:
+            parts += (name, b": ", value, b"\r\n")
+        if head.length is not None:
+            parts.append(b"Content-Length: %d\r\n" % head.length)
+        elif self._chunked:
+            parts.append(b"Transfer-Encoding: chunked\r\n")
+        if not self._client.keeps_alive(self):
+            parts.append(b"Connection: close\r\n")
+        parts.append(b"\r\n")
+        self._client.answer_begun()
+        self._client.write(b"".join(parts))
+
+    def on_data(self, data: bytes) -> None:
+        """A piece of it."""
+        self._client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def on_end(self) -> None:
+        """It is whole."""
+        self._connection = None
+        self._over = True
+        if self._chunked:
+            self._client.write(b"0\r\n\r\n")
+        self._client.request_done(self)
+
+    def on_failure(self, failure: Failure) -> None:
+        """The director went away in the middle."""
+        self._connection = None
+        if self._answering:
+            self._over = True
+            self._client.cut(hard=True)
+            self._client.request_done(self)
+        else:
+            self.refused(EngineUnreachable(f"the director did not answer: {failure.detail}"))
+
+    def on_crash(self) -> None:
+        """A bug in one of these."""
+        self.crashed()
+
+    def on_writable(self, writable: bool) -> None:
+        """The whole request was given to the socket at once."""
