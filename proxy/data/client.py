@@ -151,7 +151,8 @@ class ClientConnection(asyncio.Protocol):
             return
         sock = transport.get_extra_info("socket")
         if sock is not None:
-            with contextlib.suppress(OSError):
+            # ValueError: uvloop closed the descriptor and has not told us yet.
+            with contextlib.suppress(OSError, ValueError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         transport.abort()
 
@@ -202,6 +203,6 @@ class ClientConnection(asyncio.Protocol):
             return False
         try:
             state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        except OSError:
+        except (OSError, ValueError):
             return False
         return state not in _OPEN_STATES

@@ -68,23 +68,23 @@ class TcpFaultProxy:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
         self.accepted += 1
-        if self.refuse:
-            _reset(writer)
-            return
+        ends = [writer]
         try:
+            if self.refuse:
+                return
             far_reader, far_writer = await asyncio.open_connection(*self._target)
-        except OSError:
-            _reset(writer)
-            return
-        self._open |= {writer, far_writer}
-        try:
+            ends.append(far_writer)
+            self._open |= set(ends)
             await asyncio.gather(self._pump(reader, far_writer, None), self._pump(far_reader, writer, self.cut_after))
+        except (OSError, asyncio.CancelledError):
+            # The streams module logs whatever this ends with; a broken wire is what this tool is for.
+            pass
         finally:
-            for end in (writer, far_writer):
+            self._tasks.discard(task)
+            for end in ends:
                 self._open.discard(end)
-                end.close()
+                _reset(end)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int | None) -> None:
         passed = 0
@@ -110,6 +110,6 @@ class TcpFaultProxy:
 def _reset(writer: asyncio.StreamWriter) -> None:
     sock = writer.get_extra_info("socket")
     if sock is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
