@@ -16,7 +16,7 @@ import orjson
 from proxy.config import Settings
 from proxy.control.asked import JSON_HEADERS
 from proxy.control.fanout import Shot, fire
-from proxy.core.admission import DEFAULT, Decision, Facts, Verdict, judge, next_label, vote
+from proxy.core.admission import DEFAULT, UNKNOWN_EPOCH, Decision, Facts, Verdict, judge, next_label, vote
 from proxy.core.calls import CALLS, custom
 from proxy.core.engine_state import Event, State
 from proxy.core.merge import Leg, Outcome
@@ -123,6 +123,8 @@ class Admission:
             return
         if engine.suspect or engine.state is State.STARTING:
             return
+        if not engine.met:
+            self._meet(engine)
         verdict = self.verdict(engine)
         if verdict.decision is not Decision.ADMIT:
             if engine.updating and not engine.tainted and engine.state in (State.READY, State.DRAINING):
@@ -139,6 +141,16 @@ class Admission:
                 self._settle(engine)
             else:
                 self.admit(engine, verdict.reason)
+
+    def _meet(self, engine: Engine) -> None:
+        """A process that nobody here has seen before: its label is all there is to go by.
+
+        ``default`` says nothing once there was an update.
+        """
+        engine.met = True
+        named = engine.version == self._fleet.version and engine.version not in (None, DEFAULT)
+        known = engine.plain or named or (self._fleet.pristine and engine.boot == 0)
+        engine.epoch = self._fleet.epoch if known and engine.boot == 0 else UNKNOWN_EPOCH
 
     def _may_settle(self, engine: Engine) -> bool:
         if not engine.failed_call or engine.by_hand:

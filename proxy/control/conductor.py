@@ -19,12 +19,13 @@ from proxy.control.admit import Admission
 from proxy.control.aftermath import Aftermath
 from proxy.control.asked import Asked, Reply, reply_error
 from proxy.control.everyday import Everyday
-from proxy.control.fanout import Fanout, Runner, Shot, fire
+from proxy.control.fanout import COLLECTIVE_GRACE, Fanout, Runner, Shot, fire
 from proxy.control.groups import Groups
 from proxy.control.lock import LifecycleLock, Running, holder_of
 from proxy.control.lora import Adapters
 from proxy.control.pauses import Pauses
 from proxy.control.updates import Updates
+from proxy.core import ranks
 from proxy.core.calls import CALLS, Kind
 from proxy.core.lifecycle import Holder
 from proxy.core.merge import Leg
@@ -220,7 +221,8 @@ class Conductor:
 
     async def fan(self, asked: Asked, shots: Sequence[tuple[Engine, Shot]], runner: Runner = fire) -> list[Leg]:
         """Run legs so that they can be given up, and emit what comes too late."""
-        fanout = Fanout(shots, runner)
+        grace = COLLECTIVE_GRACE if is_collective(asked) else None
+        fanout = Fanout(shots, runner, grace=grace)
         running = self.lock.current
         if running is not None and running.asked is asked:
             running.fanout = fanout
@@ -248,3 +250,15 @@ class Conductor:
         self.pauses.stop()
         for fanout in list(self._fanouts):
             fanout.cancel()
+
+    def on_down(self, engine: Engine) -> None:
+        """Its probes say that it is gone: no call waits for it any longer."""
+        for fanout in list(self._fanouts):
+            fanout.lose(engine)
+
+
+def is_collective(asked: Asked) -> bool:
+    """Whether the engines wait for each other in it, so that one that failed keeps all others from ending."""
+    if asked.call.kind is Kind.UPDATE:
+        return not asked.call.one_shot and ranks.is_native_update(asked.body)
+    return asked.call.kind is Kind.INIT

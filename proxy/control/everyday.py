@@ -95,7 +95,8 @@ class Everyday:
         """A look at every engine; one that is busy in an update answers from what is known, so it never waits."""
         call = asked.call
         if call.merge is Merge.ANY_PAUSED and self._gate.closed:
-            return reply_json({"is_paused": True}, legs=[Leg("gate", Outcome.ANSWERED, 200, b'{"is_paused":true}')])
+            known = [_known(engine, call.merge) for engine in self._fleet if engine.alive]
+            return reply_json({"is_paused": True}, legs=[leg for leg in known if leg is not None])
         engines = self._aftermath.targets(asked)
         shot = asked.shot(limit_of(self._settings, asked))
         legs = await self._fan(asked, [(engine, shot) for engine in engines], self._read_leg)

@@ -105,21 +105,33 @@ def _plain(body: bytes, coding: bytes | None) -> bytes:
         return body
 
 
+COLLECTIVE_GRACE = 10.0
+"""Seconds that the members of a collective get after the first of them failed: without it they cannot end, and a
+trainer that hears of it after seconds instead of half an hour has lost little."""
+
+
 class Fanout:
     """The legs of one call.
 
     Args:
         shots: what each engine is sent, in engine order.
         runner: how one leg is run.
+        grace: seconds that the other legs get once one has failed; None lets each have its own limit.
     """
 
-    def __init__(self, shots: Sequence[tuple[Engine, Shot]], runner: Runner = fire) -> None:
+    def __init__(
+        self, shots: Sequence[tuple[Engine, Shot]], runner: Runner = fire, *, grace: float | None = None
+    ) -> None:
         self._shots = list(shots)
         self._runner = runner
+        self._grace = grace
+        self._timer: asyncio.TimerHandle | None = None
+        self._lost: dict[int, Leg] = {}
         self._tasks: list[asyncio.Task[Leg]] = []
         self._left = len(self._shots)
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._abandoned = False
+        self._why = ""
         self._started = 0.0
         self.on_late: Callable[[Engine, Leg], None] | None = None
         """Called with a leg that ended after nobody waited for it any more."""
@@ -142,19 +154,42 @@ class Fanout:
         ]
         if self._tasks:
             await self._over
+        if self._timer is not None:
+            self._timer.cancel()
         return [self._result(index) for index in range(len(self._tasks))]
 
     async def _leg(self, engine: Engine, shot: Shot) -> Leg:
         # Counting down costs a fan-out to many engines less than waiting for a set of tasks that shrinks by one.
+        leg: Leg | None = None
         try:
             leg = await self._runner(engine, shot)
         finally:
             self._left -= 1
             if not self._left:
                 asyncio.get_running_loop().call_soon(self._end)
-        if self._abandoned and self.on_late is not None:
+        if self._over.done() and self.on_late is not None:
             self.on_late(engine, leg)
+        elif not leg.ok:
+            self._failed(leg.engine)
         return leg
+
+    def _failed(self, name: str) -> None:
+        if self._grace is not None and self._timer is None and self._left:
+            self._timer = asyncio.get_running_loop().call_later(self._grace, self._give_up, name)
+
+    def _give_up(self, name: str) -> None:
+        self._why = f"no answer {self._grace:g} s after {name} failed; without it this cannot end"
+        self._end()
+
+    def lose(self, engine: Engine) -> None:
+        """The engine is gone for all that its probes know: wait for it no more."""
+        for index, ((other, _), task) in enumerate(zip(self._shots, self._tasks, strict=False)):
+            if other is not engine or task.done() or index in self._lost or self._over.done():
+                continue
+            seconds = perf_counter() - self._started
+            self._lost[index] = Leg(engine.id, Outcome.DIED, seconds=seconds, detail="it went down meanwhile")
+            task.cancel()
+            self._failed(engine.id)
 
     def _end(self) -> None:
         if not self._over.done():
@@ -162,11 +197,15 @@ class Fanout:
 
     def _result(self, index: int) -> Leg:
         task = self._tasks[index]
+        if index in self._lost:
+            return self._lost[index]
         if task.done():
             return task.result()
         engine = self._shots[index][0]
         seconds = perf_counter() - self._started
-        return Leg(engine.id, Outcome.ABANDONED, seconds=seconds, detail="given up because /resume came")
+        if self._abandoned:
+            return Leg(engine.id, Outcome.ABANDONED, seconds=seconds, detail="given up because /resume came")
+        return Leg(engine.id, Outcome.TIMED_OUT, seconds=seconds, detail=self._why)
 
     def abandon(self) -> None:
         """Stop waiting. Legs that run go on to their own limit; what they answer then changes nothing."""

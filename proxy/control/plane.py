@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -21,6 +21,7 @@ from proxy.control.conductor import Conductor
 from proxy.control.fleet_api import FleetApi
 from proxy.core import calls
 from proxy.core.calls import CALLS, Call
+from proxy.core.engine_state import State
 from proxy.core.paths import PathTable
 from proxy.errors import BodyTooLarge, FleetgateError, Forbidden, MethodNotAllowed, NotFound, Unauthorized
 from proxy.fleet.engine import Engine, engine_id
@@ -64,6 +65,7 @@ class ControlPlane:
             settings, fleet, plane.gate, plane.tracker, prober=self.prober, admission=self.admission
         )
         self.prober.on_restart = self.conductor.updates.on_restart
+        fleet.listeners.append(self._on_event)
         self.members.on_removed = self._on_removed
         self._balancer = plane.balancer
         self._api = FleetApi(self)
@@ -122,6 +124,12 @@ class ControlPlane:
             done = self.fleet.version is not None or any(engine.alive for engine in self.fleet)
         if done:
             self.admission.voting = False
+
+    def _on_event(self, kind: str, details: dict[str, Any]) -> None:
+        if kind == "engine_state" and details["state"] == State.DOWN:
+            engine = self.fleet.engines.get(details["engine"])
+            if engine is not None:
+                self.conductor.on_down(engine)
 
     def _on_removed(self, engine: Engine) -> None:
         self._balancer.forget(engine.id)
@@ -239,7 +247,7 @@ class ControlPlane:
             query=query,
             headers=forwarded(request.raw_headers, token=self._token, engine_key=self._engine_key),
             body=await request.read() if _has_body(request) else None,
-            client=request.remote or request.headers.get("X-Forwarded-For", "?"),
+            client=request.remote or request.headers.get("X-Forwarded-For") or "?",
             request_id=request.headers.get("X-Request-Id", ""),
         )
         reply = await self.conductor.handle(asked)

@@ -47,6 +47,7 @@ class Engine:
         updating: it is inside an update round, so its weights are nobody's.
         asleep: what ``/sleep`` took away and ``/wake_up`` has not brought back: ``weights``, ``kv_cache``.
         epoch: number of the last update that it is known to hold (`Fleet.epoch`); -1 after a restart.
+        met: its label was looked at for the first time, and `epoch` set from that.
         was_rl: it had the RL routes at some time.
         by_hand: an operator admitted (True) or fenced (False) it; None: the rules decide. An admission speaks for the
             weights of that moment: a restart, another label or another update ends it.
@@ -82,6 +83,7 @@ class Engine:
     updating: bool = False
     asleep: frozenset[str] = frozenset()
     epoch: int = 0
+    met: bool = False
     was_rl: bool = False
     by_hand: bool | None = None
     failed_call: str = ""

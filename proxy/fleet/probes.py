@@ -296,9 +296,11 @@ class Prober:
         watched.sentinel.drop()
         try:
             health = await watched.sentinel.ask("/health", timeout=self._settings.probe_timeout)
+            # The engine core answers nothing while an update runs: its questions would only wait out their limit.
+            core = self._nothing if engine.busy else self._get
             weight, paused, metrics, size = await asyncio.gather(
-                self._get(engine, "/weight_info"),
-                self._get(engine, "/is_paused"),
+                core(engine, "/weight_info"),
+                core(engine, "/is_paused"),
                 self._get(engine, "/metrics"),
                 self._get(engine, "/get_world_size"),
             )
@@ -376,6 +378,10 @@ class Prober:
         _log.warning("engine %s restarted: %s", engine.id, why)
         if self.on_restart is not None:
             self.on_restart(engine)
+
+    @staticmethod
+    async def _nothing(engine: Engine, target: str) -> Answer | None:  # noqa: ARG004 - stands in for `_get`
+        return None
 
     async def _get(self, engine: Engine, target: str) -> Answer | None:
         try:

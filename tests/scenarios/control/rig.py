@@ -40,6 +40,9 @@ class FakeTracker:
     def __init__(self) -> None:
         self.requests: list[FakeRequest] = []
 
+    async def refresh(self) -> None:
+        """Nobody else has requests."""
+
     def find(self, request_id: str) -> list[FakeRequest]:
         return [item for item in self.requests if item.request_id == request_id]
 

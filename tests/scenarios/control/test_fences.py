@@ -306,3 +306,27 @@ def test_patterns_of_engines_that_may_be_added():
     assert not _allowed("10.0.0.1:8001", "127.0.0.1:*")
     assert _allowed("gpu-7.rl.svc:80", "*.rl.svc:80")
     assert Members.__doc__
+
+
+async def test_an_engine_taken_out_and_added_again_is_known_by_its_label():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        name, url = fleet.engines[1].id, fleet.engines[1].url
+        await fleet.call(f"/fleet/engines/{name}", method="DELETE")
+        await fleet.call("/fleet/engines", json={"url": url}, status=201)
+        await fleet.until_state(1, "ready")
+        await fleet.call(f"/fleet/engines/{name}", method="DELETE")
+        await fleet.engines[1].restart()
+        await fleet.call("/fleet/engines", json={"url": url}, status=201)
+        await fleet.until_state(1, "fenced")
+        await settle(fleet)
+        assert fleet.engine(1).state == "fenced"
+
+
+async def test_an_engine_that_freezes_in_a_call_is_not_waited_for_once_its_probes_say_so():
+    async with rig(2, probe_timeout=0.3) as fleet:
+        fleet.engines[1].fail("/pause", "hang")
+        fleet.engines[1].fail("/health", "hang")
+        data = await fleet.call("/pause?mode=wait", status=424)
+        assert fleet.engines[1].id in data["message"]
+        assert "went down" in data["message"]

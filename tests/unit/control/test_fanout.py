@@ -67,3 +67,48 @@ async def test_a_runner_that_breaks_does_not_leave_the_call_waiting():
 
     with pytest.raises(RuntimeError, match="a bug"):
         await Fanout([(engine, SHOT) for engine in engines(1)], runner).run()
+
+
+async def test_a_collective_that_lost_a_member_is_not_waited_for():
+    async def runner(engine, shot):
+        if engine.id == "e0":
+            return Leg(engine.id, Outcome.REFUSED, 500)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    fanout = Fanout([(engine, SHOT) for engine in engines(3)], runner, grace=0.01)
+    legs = await fanout.run()
+    assert [leg.outcome for leg in legs] == [Outcome.REFUSED, Outcome.TIMED_OUT, Outcome.TIMED_OUT]
+    assert "after e0 failed" in legs[1].detail
+    fanout.cancel()
+
+
+async def test_other_calls_give_each_leg_its_own_time():
+    gate = asyncio.Event()
+
+    async def runner(engine, shot):
+        if engine.id == "e0":
+            return Leg(engine.id, Outcome.REFUSED, 500)
+        await gate.wait()
+        return Leg(engine.id, Outcome.ANSWERED, 200)
+
+    fanout = Fanout([(engine, SHOT) for engine in engines(2)], runner)
+    task = asyncio.ensure_future(fanout.run())
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    gate.set()
+    assert [leg.outcome for leg in await task] == [Outcome.REFUSED, Outcome.ANSWERED]
+
+
+async def test_an_engine_that_went_down_is_not_waited_for():
+    async def runner(engine, shot):
+        if engine.id == "e1":
+            await asyncio.Event().wait()
+        return Leg(engine.id, Outcome.ANSWERED, 200)
+
+    members = engines(2)
+    fanout = Fanout([(engine, SHOT) for engine in members], runner)
+    task = asyncio.ensure_future(fanout.run())
+    await asyncio.sleep(0.01)
+    fanout.lose(members[1])
+    assert [leg.outcome for leg in await task] == [Outcome.ANSWERED, Outcome.DIED]
