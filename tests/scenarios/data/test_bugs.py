@@ -13,7 +13,7 @@ from proxy.data.exchange import Exchange
 from proxy.data.relay import Relay
 from tests.scenarios.data import wire_forms as forms
 from tests.tools.fault_engine import SSE_HEAD, FaultEngine, answer_bytes, cut_after, echo, in_turn, reply, sse
-from tests.tools.rig import Client, ask, get, post, proxy_for
+from tests.tools.rig import Client, ask, eventually, get, post, proxy_for
 
 BODY = b'{"prompt":"x"}'
 
@@ -81,8 +81,7 @@ async def test_a_bug_at_the_gate_holds_nobody_up(name: str, monkeypatch: pytest.
     async with FaultEngine(echo()) as engine, proxy_for(engine) as app:
         app.plane.gate.close("a trainer")
         asked = [asyncio.ensure_future(ask(app.url, post("/v1/completions", BODY))) for _ in range(10)]
-        while app.plane.gate.held < 10:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: app.plane.gate.held == 10)
         monkeypatch.setattr(Exchange, name, once(getattr(Exchange, name)))
         app.plane.gate.open()
         got = sorted(one.status for one in await asyncio.wait_for(asyncio.gather(*asked), 5))

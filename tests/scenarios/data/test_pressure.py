@@ -48,7 +48,7 @@ async def test_a_client_that_does_not_read_stalls_only_its_own_stream() -> None:
             got = await asyncio.wait_for(keen.reply(), 20)
             assert got.complete
             assert got.body.endswith(b"data: [DONE]\n\n")
-            front = next(front for front in app.server._fronts if not front.taking)
+            front = next(front for front in app.listener._server._fronts if not front.taking)
             held = front.transport.get_write_buffer_size()
             assert held < 1 * MB, f"{held} bytes held for one client"
             lazy.writer.transport.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Self
 
 import aiohttp
 import pytest
@@ -47,7 +48,7 @@ class WebSocketEngine:
         self.closed_with.append(socket.close_code)
         return socket
 
-    async def __aenter__(self) -> WebSocketEngine:
+    async def __aenter__(self) -> Self:
         self.runner = web.AppRunner(self.app, shutdown_timeout=0.1)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
