@@ -1,4 +1,4 @@
-"""What one pick costs: ``python -m benchmarks.simulate.cost``. CPU time, so that a busy machine does not matter much."""
+"""What one pick costs, in CPU time, so that a busy machine matters little: ``python -m benchmarks.simulate.cost``."""
 
 from __future__ import annotations
 
