@@ -227,7 +227,7 @@ def load_command(port: int, **options: Any) -> list[str]:
     for name, value in options.items():
         if value is True:
             command.append(f"--{name}")
-        elif value not in (False, None):
+        elif value is not None and value is not False:
             command += [f"--{name}", str(value)]
     return pinned(LOAD_CORE, command)
 

@@ -90,27 +90,32 @@ static unsigned long long number(const char *text, const char *name, unsigned lo
     return found ? strtoull(found + strlen(name), NULL, 10) : otherwise;
 }
 
+/* Reads what stands in one part of a body. A wish may be cut off where the part ends; then the other part has it. */
+static void read_part(struct wish *wish, const char *text) {
+    if (strstr(text, "\"stream\":true") || strstr(text, "\"stream\": true")) wish->stream = true;
+    char line[256];
+    const char *found = strstr(text, "bench n=");
+    const char *end = found ? strchr(found, '"') : NULL;
+    if (end == NULL || (size_t)(end - found) >= sizeof line) return;
+    memcpy(line, found, (size_t)(end - found));
+    line[end - found] = '\0';
+    wish->events = (unsigned)number(line, " n=", 16);
+    wish->interval_ns = number(line, " us=", 0) * NS_PER_US;
+    wish->size = number(line, " size=", 1024);
+    wish->delay_ns = number(line, " delay=", options.default_delay_ns / NS_PER_US) * NS_PER_US;
+    wish->hold = number(line, " hold=", 0) != 0;
+}
+
 static struct wish read_wish(const struct conn *c) {
     struct wish wish = {.events = 16, .size = 1024, .delay_ns = options.default_delay_ns};
-    char kept[3 * BODY_KEPT + 2];
-    size_t first = c->body_len < BODY_KEPT ? c->body_len : BODY_KEPT;
-    memcpy(kept, c->first, first);
-    kept[first] = '\n';
-    memcpy(kept + first + 1, c->last, c->last_len);
-    kept[first + 1 + c->last_len] = '\0';
-    wish.stream = strstr(kept, "\"stream\":true") || strstr(kept, "\"stream\": true");
-    const char *text = strstr(kept, "bench n=");
-    if (text) {
-        char line[256];
-        snprintf(line, sizeof line, "%.200s", text);
-        char *end = strchr(line, '"');
-        if (end) *end = '\0';
-        wish.events = (unsigned)number(line, " n=", 16);
-        wish.interval_ns = number(line, " us=", 0) * NS_PER_US;
-        wish.size = number(line, " size=", 1024);
-        wish.delay_ns = number(line, " delay=", options.default_delay_ns / NS_PER_US) * NS_PER_US;
-        wish.hold = number(line, " hold=", 0) != 0;
-    }
+    char part[2 * BODY_KEPT + 1];
+    size_t size = c->body_len < BODY_KEPT ? c->body_len : BODY_KEPT;
+    memcpy(part, c->first, size);
+    part[size] = '\0';
+    read_part(&wish, part);
+    memcpy(part, c->last, c->last_len);
+    part[c->last_len] = '\0';
+    read_part(&wish, part);
     return wish;
 }
 
