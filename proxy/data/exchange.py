@@ -371,8 +371,9 @@ class Exchange:
     # To the client
 
     def relay_begins(self, head: Head, *, stream: bool) -> None:
-        """An engine's answer goes to the client from here on."""
+        """An engine's answer goes to the client from here on, so the request will never be sent again."""
         self.phase = Phase.ANSWERED
+        self.body = []
         relay = self.relay
         if relay.pinging and not (stream and head.status == 200):
             # 200 went out with the first ping, so the engine's error can only be said as an event.

@@ -8,7 +8,6 @@ application (`proxy.data.handoff`). Pipelined requests wait until the one before
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -141,8 +140,10 @@ class Front(ClientConnection):
         queue, self._queue = self._queue, []
         for request in (active, *queue):
             if request is not None:
-                with contextlib.suppress(Exception):
+                try:
                     request.client_gone()
+                except Exception:
+                    request.crashed()
 
     def eof_received(self) -> bool:
         """A client that sends no more is treated as gone: it cannot be told from one that closed."""

@@ -168,6 +168,8 @@ class DataPlane:
         self.name = b"fleetgate-" + os.urandom(4).hex().encode("ascii")
         self._id_prefix = b"fg-" + os.urandom(5).hex().encode("ascii") + b"-"
         self._order = 0
+        self._version: str | None = None
+        self._version_field = b"unknown"
         self._watch = watch
         self._trusted = [ipaddress.ip_network(item) for item in settings.trusted_proxies]
         self._trust: dict[str, bool] = {}
@@ -262,7 +264,12 @@ class DataPlane:
     def version_header(self) -> bytes:
         """The fleet version as a field value; ``unknown`` while there is none."""
         version = self.fleet.version
-        return b"unknown" if version is None else version.encode("latin-1", "replace")
+        if version is not self._version:
+            self._version = version
+            # A label is any text that a trainer chose; a field value is not.
+            plain = "unknown" if version is None else "".join(c if c.isprintable() else "?" for c in version)
+            self._version_field = plain.encode("latin-1", "replace")
+        return self._version_field
 
     def trusts(self, address: str) -> bool:
         """Whether the forwarding fields of this peer are kept."""

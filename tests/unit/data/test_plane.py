@@ -104,3 +104,21 @@ def test_trusted_peers() -> None:
 def test_ids_are_unique() -> None:
     made = plane(1)
     assert len({made.new_id(made.next_order()) for _ in range(100)}) == 100
+
+
+@pytest.mark.parametrize(
+    ("version", "field"),
+    [
+        (None, b"unknown"),
+        ("step-7", b"step-7"),
+        ("a\r\nX-Evil: 1", b"a??X-Evil: 1"),
+        ("\u2603 \xe9", b"? \xe9"),
+        ("", b""),
+    ],
+)
+def test_a_label_becomes_a_field_value(version: str | None, field: bytes) -> None:
+    made = plane(1)
+    made.fleet.version = version
+    assert made.version_header() == field
+    made.fleet.version = None
+    assert made.version_header() == b"unknown"
