@@ -1,12 +1,14 @@
-"""``fleetgate engines``: start N engines, print their URLs when all answer, end them on Ctrl-C or SIGTERM."""
+"""``fleetgate engines``: start N engines, look after them, print their URLs, end them on Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -15,10 +17,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from engine_launcher.errors import LauncherError
+from engine_launcher.errors import FAILURE_EXIT, LauncherError, UsageError
 from engine_launcher.fleet import EngineFleet
-from engine_launcher.settings import READY_WAIT, STOP_GRACE, FleetSpec
+from engine_launcher.options import Plan, fleet_options, plan
+from engine_launcher.proxy_link import ApiRoster, FileRoster, NoRoster, ProxyLink, Roster
+from engine_launcher.supervisor import Supervisor
+from proxy.config import LogFormat, LogLevel
+from proxy.observe import logs
 from proxy.tasks import spawn
+
+_log = logging.getLogger("fleetgate.launcher")
 
 REFRESH_PER_SECOND: Final = 2.0
 """How often the table of starting engines is drawn anew."""
@@ -38,6 +46,7 @@ class Progress:
         self._live = Live(console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
         self._told = 0.0
         self._ready = 0
+        self._over = False
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -45,10 +54,14 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # An engine that is started again later has the log for its progress.
+        self._over = True
         self._live.stop()
 
     def show(self, fleet: EngineFleet) -> None:
         """Called by the fleet at each look at an engine."""
+        if self._over:
+            return
         if self._console.is_terminal:
             self._live.update(self.table(fleet))
             return
@@ -69,44 +82,108 @@ class Progress:
         return table
 
 
-async def serve(spec: FleetSpec, engines_file: Path | None) -> int:
-    """Run the fleet until a signal or a death; returns the exit code. A second signal ends the engines by force."""
-    asked = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    with Progress(Console(stderr=True)) as progress:
-        fleet = EngineFleet(spec, on_progress=progress.show)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Who is told of the engines.
 
-        def on_signal() -> None:
-            if asked.is_set():
-                spawn(fleet.kill_all(), name="kill all engines")
-            asked.set()
+    Attributes:
+        engines_file: a file that a proxy watches.
+        register: URL of a proxy that is told through its API.
+        proxy: URL of the proxy that drains them, where it is not the one of ``register``.
+        control_token: of that proxy.
+    """
 
+    engines_file: Path | None = None
+    register: str | None = None
+    proxy: str | None = None
+    control_token: str | None = None
+
+    def link(self) -> ProxyLink | None:
+        """The proxy, if there is one to ask."""
+        url = self.register or self.proxy
+        return None if url is None else ProxyLink(url, self.control_token)
+
+    def roster(self, link: ProxyLink | None) -> Roster:
+        """Where engines are written down; raises ``UsageError`` where two are named."""
+        if self.register is not None and self.engines_file is not None:
+            raise UsageError("--register and --engines-file both name the engines to a proxy; give one of them")
+        if self.engines_file is not None:
+            return FileRoster(self.engines_file)
+        return ApiRoster(link) if self.register is not None and link is not None else NoRoster()
+
+
+class Command:
+    """The fleet, from its start to its end."""
+
+    def __init__(self, wanted: Plan, where: Where) -> None:
+        self._plan = wanted
+        self._where = where
+        self._asked = asyncio.Event()
+        self._progress = Progress(Console(stderr=True))
+        self._fleet = EngineFleet(wanted.fleet, on_progress=self._progress.show)
+        self._supervisor: Supervisor | None = None
+
+    def _on_signal(self) -> None:
+        if self._asked.is_set():
+            spawn(self._fleet.kill_all(), name="kill all engines")
+        self._asked.set()
+
+    def _on_roll(self) -> None:
+        if self._supervisor is not None:
+            spawn(rolled(self._supervisor), name="rolling restart")
+
+    async def run(self) -> int:
+        """Run until a signal, or until no engine is left; returns the exit code.
+
+        A second signal ends the engines by force. Raises ``LauncherError`` when they do not start.
+        """
+        loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(signum, on_signal)
-        stop = spawn(asked.wait(), name="stop asked")
+            loop.add_signal_handler(signum, self._on_signal)
+        loop.add_signal_handler(signal.SIGUSR1, self._on_roll)
+        link = self._where.link()
+        supervisor = Supervisor(self._fleet, self._plan.care, roster=self._where.roster(link), link=link)
+        stop = spawn(self._asked.wait(), name="stop asked")
+        work: asyncio.Task[Any] | None = None
         try:
-            start = spawn(outcome(fleet.start()), name="start engines")
-            await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not start.done():
-                start.cancel()
-                await asyncio.wait({start})
+            with self._progress:
+                work = spawn(outcome(self._fleet.start()), name="start engines")
+                await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
                 return 0
-            if (failed := start.result()) is not None:
+            if (failed := work.result()) is not None:
                 raise failed
-            progress.__exit__()
-            announce(fleet, engines_file)
-            death = spawn(fleet.first_death(), name="watch engines")
-            await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
+            await supervisor.show()
+            self._announce()
+            self._supervisor = supervisor
+            work = spawn(supervisor.run(), name="look after engines")
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not stop.done():
-                raise death.result().died()
-            death.cancel()
+                click.echo("fleetgate engines: no engine is left", err=True)
+                return FAILURE_EXIT
+            await supervisor.drain()
             return 0
         finally:
-            stop.cancel()
-            progress.__exit__()
-            if any(each.process.alive for each in fleet.engines):
+            for each in (work, stop):
+                if each is not None:
+                    each.cancel()
+                    await asyncio.gather(each, return_exceptions=True)
+            if any(each.process.alive for each in self._fleet.engines):
                 click.echo("ending the engines", err=True)
-            await fleet.stop()
+            await self._fleet.stop()
+            if self._supervisor is not None:
+                await supervisor.leave()
+            if link is not None:
+                await link.close()
+
+    def _announce(self) -> None:
+        """Say on stdout where the engines are."""
+        for url in self._fleet.urls:
+            click.echo(url)
+        sys.stdout.flush()
+        click.echo(
+            f"{len(self._fleet.urls)} engines ready; logs in {self._plan.fleet.log_dir}; Ctrl-C ends them", err=True
+        )
 
 
 async def outcome(work: Coroutine[Any, Any, None]) -> LauncherError | None:
@@ -118,43 +195,41 @@ async def outcome(work: Coroutine[Any, Any, None]) -> LauncherError | None:
     return None
 
 
-def announce(fleet: EngineFleet, engines_file: Path | None) -> None:
-    """Say on stdout where the engines are, and write the file that a proxy watches."""
-    if engines_file is not None:
-        fleet.write_urls(engines_file)
-    for url in fleet.urls:
-        click.echo(url)
-    sys.stdout.flush()
-    click.echo(f"{len(fleet.urls)} engines ready; logs in {fleet.spec.log_dir}; Ctrl-C ends them", err=True)
+async def rolled(supervisor: Supervisor) -> None:
+    """A rolling restart whose end is said in the log."""
+    failed = await outcome(supervisor.roll())
+    if failed is not None:
+        _log.error("rolling restart: %s", failed)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--model", type=click.Path(path_type=Path), help="Directory of the model; for sim, the name to serve.")
-@click.option("--count", type=int, default=1, help="How many engines to start.")
-@click.option("--kind", type=click.Choice(["vllm", "sim"]), default="vllm", help="Real vLLM, or the simulated engine.")
+@fleet_options
 @click.option("--host", default="127.0.0.1", help="Address that the engines listen on.")
 @click.option("--port", type=int, help="Port of the first engine; the others follow. Free ports when left out.")
-@click.option("--log-dir", type=click.Path(path_type=Path), default=Path(".run/engines"), help="Directory of the logs.")
-@click.option(
-    "--vllm",
-    "--python",
-    "vllm",
-    type=click.Path(path_type=Path),
-    help="Python executable or virtual environment that has vLLM; else FLEETGATE_VLLM, else what `make engine` built.",
-)
-@click.option("--engines-file", type=click.Path(path_type=Path), help="Write the URLs there, one a line, when ready.")
-@click.option("--ready-wait", type=float, default=READY_WAIT, help="Seconds until all must answer.")
-@click.option("--stop-grace", type=float, default=STOP_GRACE, help="Seconds between SIGTERM and SIGKILL at the end.")
-@click.option("--seed", type=int, default=0, help="Seed of the simulated engine's weights.")
+@click.option("--engines-file", type=click.Path(path_type=Path), help="File of URLs that a proxy watches.")
+@click.option("--register", metavar="URL", help="A proxy that is told of the engines through its API.")
+@click.option("--proxy", metavar="URL", help="The proxy that drains engines, where --register is not given.")
+@click.option("--control-token", envvar="FLEETGATE_CONTROL_TOKEN", help="Control token of that proxy.")
+@click.option("--log-format", type=click.Choice(list(LogFormat)), default=LogFormat.TEXT, help="One line a record.")
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
-def engines(engines_file: Path | None, **fields: Any) -> None:
+@click.pass_context
+def engines(context: click.Context, /, log_format: LogFormat, extra: tuple[str, ...], **options: Any) -> None:
     """Start COUNT engines and wait until all answer; EXTRA arguments after `--` go to each of them.
 
-    Prints one URL a line on stdout when ready, then runs until Ctrl-C or SIGTERM, which end every process of theirs.
-    Exit codes: 0 clean stop, 2 bad usage or configuration, 1 anything else (an engine died, a port was taken).
+    Prints one URL a line on stdout when ready. An engine that dies, or no longer answers /health, is started again on
+    its port, and comes back fenced. SIGUSR1 restarts all in turn, each drained first. Ctrl-C or SIGTERM drain them
+    through the proxy, if there is one, and end every process of theirs. Exit codes: 0 clean stop, 2 bad usage or
+    configuration, 1 anything else (an engine did not start, none is left, a port was taken).
     """
+    where = Where(**{each.name: options.pop(each.name) for each in fields(Where)})
+    logs.configure(LogFormat(log_format), LogLevel.INFO)
+
+    async def run() -> int:
+        return await Command(wanted, where).run()
+
     try:
-        code = asyncio.run(serve(FleetSpec(**fields), engines_file))
+        wanted = plan(context, options, host=options.pop("host"), port=options.pop("port"), extra=extra)
+        code = asyncio.run(run())
     except LauncherError as error:
         click.echo(f"fleetgate engines: {error}", err=True)
         code = error.exit_code

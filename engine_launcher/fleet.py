@@ -15,20 +15,18 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from engine_launcher.errors import EngineDiedError, EngineSlowError, LauncherError
-from engine_launcher.ports import free_ports, named_ports
-from engine_launcher.process import EngineProcess
-from engine_launcher.settings import HEALTH_INTERVAL, HEALTH_TIMEOUT, TAIL_LINES, EngineCommand, FleetSpec
-from engine_launcher.sim_engine import sim_command
-from engine_launcher.vllm_engine import locate, probe, vllm_command
+from engine_launcher.local import Handle, local_engines
+from engine_launcher.settings import HEALTH_INTERVAL, HEALTH_TIMEOUT, TAIL_LINES, FleetSpec
 from proxy.tasks import spawn
 
 
@@ -37,12 +35,20 @@ class Engine:
     """One engine of a fleet."""
 
     index: int
-    port: int
-    url: str
-    process: EngineProcess
+    process: Handle
     ready: bool = False
     started: float = 0.0
     """``time.monotonic()`` of its last start."""
+
+    @property
+    def url(self) -> str:
+        """Where it serves."""
+        return self.process.url
+
+    @property
+    def port(self) -> int:
+        """The port of its URL."""
+        return urlsplit(self.url).port or 0
 
     @property
     def state(self) -> str:
@@ -92,35 +98,26 @@ class EngineFleet:
         Raises ``UsageError``, ``PortTakenError``, ``EngineDiedError`` or ``EngineSlowError``; what was started until
         then still runs, so call ``stop`` (the context manager does).
         """
-        commands = await self._commands()
-        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
-        for index, (port, command) in enumerate(commands):
-            name = f"engine {index} ({self.spec.kind}, port {port})"
-            log = self.spec.log_dir / f"engine-{index}.log"
-            process = EngineProcess(name, command, log, self.spec.stop_grace)
-            self.engines.append(Engine(index, port, f"http://{host}:{port}", process))
-        for each in self.engines:
-            await self._launch(each)
-        await self._until_ready(self.engines)
+        handles = await self._handles()
+        self.engines += [Engine(index, each) for index, each in enumerate(handles)]
+        # On another machine a start takes a while; those of this one cost milliseconds.
+        await asyncio.gather(*map(self.launch, self.engines))
+        await self.until_ready(self.engines)
 
-    async def _commands(self) -> list[tuple[int, EngineCommand]]:
-        spec = self.spec
-        if spec.kind == "sim":
-            return [(port, sim_command(spec, port)) for port in self._ports()]
-        install = await probe(locate(spec.vllm, os.environ))
-        return [(port, vllm_command(spec, install, port)) for port in self._ports()]
+    async def _handles(self) -> Sequence[Handle]:
+        if self.spec.backend == "local":
+            return await local_engines(self.spec)
+        from engine_launcher.ray_backend import ray_engines  # noqa: PLC0415 - Ray is an extra
 
-    def _ports(self) -> list[int]:
-        if self.spec.port is None:
-            return free_ports(self.spec.host, self.spec.count)
-        return named_ports(self.spec.host, self.spec.port, self.spec.count)
+        return await ray_engines(self.spec)
 
-    async def _launch(self, engine: Engine) -> None:
+    async def launch(self, engine: Engine) -> None:
+        """Start one engine without waiting until it answers; raises ``LauncherError``."""
         engine.ready = False
         engine.started = time.monotonic()
         await engine.process.start()
 
-    async def _until_ready(self, engines: list[Engine]) -> None:
+    async def until_ready(self, engines: list[Engine]) -> None:
         """Wait for ``/health`` of each; the first that fails ends the wait for all."""
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
         async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -177,8 +174,8 @@ class EngineFleet:
         """Start one engine anew on its old port, ending it first if it runs, and wait until it answers."""
         engine = self._engine(index)
         await engine.process.stop()
-        await self._launch(engine)
-        await self._until_ready([engine])
+        await self.launch(engine)
+        await self.until_ready([engine])
 
     async def kill_core(self, index: int) -> list[int]:
         """SIGKILL vLLM's engine process only, so that the server is left to notice; returns the process ids.
@@ -216,12 +213,17 @@ class EngineFleet:
 
     def write_urls(self, path: Path) -> None:
         """Write one URL a line to ``path``, in one step, so that a reader never sees half a list."""
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_text("".join(f"{each}\n" for each in self.urls))
-            scratch.replace(path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                scratch.unlink()
-            raise LauncherError(f"--engines-file {path} cannot be written: {error.strerror}") from None
+        write_urls(path, self.urls)
+
+
+def write_urls(path: Path, urls: Sequence[str]) -> None:
+    """Write one URL a line to ``path``, in one step; raises ``LauncherError``."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text("".join(f"{each}\n" for each in urls))
+        scratch.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise LauncherError(f"--engines-file {path} cannot be written: {error.strerror}") from None

@@ -1,6 +1,6 @@
 """A small parent for one engine that ends the whole process tree, whatever happens to the launcher.
 
-Run by path, with the standard library only: ``python -I guard.py GRACE_SECONDS COMMAND [ARG...]``.
+Run by path, with the standard library only: ``python -I guard.py GRACE_SECONDS LOG MAX_BYTES KEEP COMMAND [ARG...]``.
 
 vLLM spawns children (``VLLM::EngineCore``, workers) that can outlive their API server, and a launcher that is ended by
 SIGKILL cannot clean up. Both are settled here:
@@ -9,6 +9,10 @@ SIGKILL cannot clean up. Both are settled here:
   however it went;
 - the guard is a child subreaper (``prctl(2)``, ``PR_SET_CHILD_SUBREAPER``): every orphan below it becomes its own
   child, so it can name, signal and wait for all of them, also those that moved to a session of their own.
+
+What the engine writes goes through here into ``LOG``, so that the file can be turned over at ``MAX_BYTES`` without
+losing a line; ``KEEP`` older ones stay beside it as ``LOG.1``, ``LOG.2``... With ``-`` for ``LOG`` the engine writes to
+the guard's own output.
 
 Signals: SIGTERM or SIGINT end the engine (SIGTERM to it, SIGKILL to whatever is left after the grace time); SIGUSR1
 kills the whole tree at once, as a crash would, also during that grace time. The exit code is the engine's, or 128 + N
@@ -24,6 +28,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -32,6 +37,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 POLL_SECONDS = 0.05
 """How often children are looked at while the tree is being ended: a grandchild's end raises no signal here."""
+
+READ_BYTES = 64 * 1024
+"""Most that is taken from the engine's output at once: what a pipe holds on Linux."""
+
+LAST_WORDS_SECONDS = 2.0
+"""How long the end of the output is waited for once every process is gone; it is in the pipe by then."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -109,12 +120,59 @@ class Wakeups:
         return "stop" if gone or signal.SIGTERM in got or signal.SIGINT in got else ""
 
 
-def spawn(command: list[str]) -> int:
+class Log:
+    """A file that is turned over when it is full. A disk that is full loses lines; it does not stop the engine."""
+
+    def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
+        self._path = path
+        self._max = max_bytes
+        self._keep = keep
+        self._fd = -1
+        self._size = 0
+
+    def write(self, data: bytes) -> None:
+        """Append ``data``."""
+        with contextlib.suppress(OSError):
+            if self._fd < 0:
+                self._open()
+            if self._size and self._size + len(data) > self._max:
+                self._turn_over()
+            self._size += os.write(self._fd, data)
+
+    def _open(self) -> None:
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._size = os.fstat(self._fd).st_size
+
+    def _turn_over(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
+        names = [self._path, *(self._path.with_name(f"{self._path.name}.{number + 1}") for number in range(self._keep))]
+        for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
+            with contextlib.suppress(FileNotFoundError):
+                newer.replace(older)
+        if not self._keep:
+            self._path.unlink()
+        self._open()
+
+
+def pump(source: int, log: Log) -> threading.Thread:
+    """Carry what comes from ``source`` into ``log`` until every writer is gone."""
+
+    def run() -> None:
+        while data := os.read(source, READ_BYTES):
+            log.write(data)
+
+    thread = threading.Thread(target=run, name="log", daemon=True)
+    thread.start()
+    return thread
+
+
+def spawn(command: list[str], output: int | None) -> int:
     """Start the engine in a session of its own; it dies with the guard, should that be killed."""
     guard = os.getpid()
 
     def in_child() -> None:
-        # The guard has one thread, so running Python between fork and exec is safe here.
+        # The guard has one thread as yet, so running Python between fork and exec is safe here.
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:
             os._exit(128 + signal.SIGKILL)
@@ -122,6 +180,8 @@ def spawn(command: list[str]) -> int:
     engine = subprocess.Popen(  # noqa: S603 - the command is the launcher's own
         command,
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         start_new_session=True,
         preexec_fn=in_child,  # noqa: PLW1509 - see in_child
     )
@@ -129,15 +189,20 @@ def spawn(command: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``argv[1:]`` as the engine and return its exit code; ``argv[0]`` is the grace time in seconds."""
-    grace, command = float(argv[0]), argv[1:]
+    """Run ``argv[4:]`` as the engine and return its exit code; before it, see the head of this file."""
+    grace, log, command = float(argv[0]), argv[1], argv[4:]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     wakeups = Wakeups()
+    source, output = (None, None) if log == "-" else os.pipe2(os.O_CLOEXEC)
     try:
-        engine = spawn(command)
+        engine = spawn(command, output)
     except OSError as error:
         print(f"cannot start {command[0]}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the engine's log
         return 127
+    words = None
+    if source is not None and output is not None:
+        os.close(output)
+        words = pump(source, Log(Path(log), int(argv[2]), int(argv[3])))
     ended: dict[int, int] = {}
     kill_at: float | None = None
     while True:
@@ -157,6 +222,8 @@ def main(argv: list[str]) -> int:
             kill_at = time.monotonic() + grace
         if kill_at is not None and time.monotonic() >= kill_at:
             send(left, signal.SIGKILL)
+    if words is not None:
+        words.join(LAST_WORDS_SECONDS)
     code = os.waitstatus_to_exitcode(ended[engine])
     return code if code >= 0 else 128 - code
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from engine_launcher import guard
 from engine_launcher.errors import LauncherError
-from engine_launcher.settings import TAIL_LINES, EngineCommand
+from engine_launcher.settings import TAIL_LINES, EngineCommand, Rotation
 
 GUARD_EXTRA: Final = 10.0
 """Seconds beyond the grace time after which the guard itself is taken to be stuck and is killed."""
@@ -37,13 +37,17 @@ class ProcessInfo:
 class EngineProcess:
     """A child that may be started, ended and started again; not for use from two tasks at once."""
 
-    def __init__(self, name: str, command: EngineCommand, log: Path, grace: float) -> None:
+    def __init__(
+        self, name: str, command: EngineCommand, log: Path, grace: float, rotation: Rotation | None = None
+    ) -> None:
         self.name = name
         self.command = command
         self.log = log
         self._grace = grace
+        self._rotation = rotation or Rotation()
         self._process: asyncio.subprocess.Process | None = None
         self._log_start = 0
+        self._log_inode = 0
 
     def __repr__(self) -> str:
         state = "not started" if self._process is None else "running" if self.alive else f"ended ({self.returncode})"
@@ -71,13 +75,16 @@ class EngineProcess:
                 f"the log {self.log} cannot be written: {error.strerror}; choose another --log-dir"
             ) from None
         with sink:
-            self._log_start = sink.tell()
+            self._log_start, self._log_inode = sink.tell(), os.fstat(sink.fileno()).st_ino
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-I",
                 "-S",
                 GUARD,
                 str(self._grace),
+                str(self.log.absolute()),
+                str(self._rotation.max_bytes),
+                str(self._rotation.keep),
                 *self.command.argv,
                 # Held open for as long as this process lives: its end tells the guard that the launcher is gone.
                 stdin=asyncio.subprocess.PIPE,
@@ -137,7 +144,9 @@ class EngineProcess:
         try:
             with self.log.open("rb") as source:
                 size = source.seek(0, os.SEEK_END)
-                source.seek(max(self._log_start, size - TAIL_BYTES))
+                # After it was turned over, all of the file is of this run.
+                start = self._log_start if os.fstat(source.fileno()).st_ino == self._log_inode else 0
+                source.seek(max(start, size - TAIL_BYTES))
                 text = source.read().decode(errors="replace")
         except OSError:
             return ""

@@ -12,19 +12,22 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
-from engine_launcher.cli import Progress
+from engine_launcher.cli import Progress, rolled
 from engine_launcher.cpu_transfer import TIMEOUT_VARIABLE
 from engine_launcher.errors import FAILURE_EXIT, LauncherError, PortTakenError
-from engine_launcher.fleet import Engine, EngineFleet
+from engine_launcher.fleet import EngineFleet
+from engine_launcher.options import Plan, fleet_options, plan
+from engine_launcher.ports import free_ports
 from engine_launcher.process import GUARD
-from engine_launcher.settings import READY_WAIT, STOP_GRACE, FleetSpec
+from engine_launcher.proxy_link import FileRoster, ProxyLink
+from engine_launcher.supervisor import Supervisor
 from engine_launcher.vllm_engine import VLLM_VARIABLE
 from proxy.cli import read_settings, setting_options
 from proxy.config import ENV_PREFIX, Settings
@@ -36,17 +39,14 @@ _log = logging.getLogger("fleetgate.up")
 ENGINE_HOST: Final = "127.0.0.1"
 """Engines listen here only: whoever could reach one directly would pass by the gate and the control token."""
 
-ENGINE_OPTIONS: Final = ("model", "count", "kind", "log_dir", "vllm", "ready_wait", "stop_grace", "seed", "extra")
-"""Flags that are fields of ``FleetSpec``."""
+ENGINES_FILE: Final = "engines"
+"""In the directory of the logs: where the engines are, for the proxy and for people."""
 
 OWN_SETTINGS: Final = frozenset({"engine", "engines_file", "engines_dns", "engines_dns_interval"})
 """Settings of the proxy that are no flags here: this command knows where the engines are."""
 
 PROXY_EXTRA: Final = 10.0
 """Seconds beyond the drain time after which the proxy is taken to be stuck and is killed."""
-
-RESTART_DELAY: Final = 2.0
-"""Seconds between an engine's death and its restart, so that one that dies at once does not spin."""
 
 
 class ProxyProcess:
@@ -60,7 +60,7 @@ class ProxyProcess:
     async def start(self) -> None:
         """Start it in a session of its own: Ctrl-C in a terminal reaches the supervisor alone."""
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", GUARD, str(self._grace), sys.executable, "-m", "proxy"),
+            *(sys.executable, "-I", "-S", GUARD, str(self._grace), "-", "0", "0", sys.executable, "-m", "proxy"),
             stdin=asyncio.subprocess.PIPE,
             env=dict(self._environment),
             start_new_session=True,
@@ -78,25 +78,32 @@ class ProxyProcess:
             await self._process.wait()
 
 
-class Supervisor:
+class Unit:
     """Runs engines and a proxy until a signal, or until either is gone.
 
     Args:
-        spec: the engines.
+        wanted: the engines, and how they are looked after.
         settings: of the proxy.
         environment: of the proxy's process, its engines left out.
-        restarts: how often an engine that died is started again.
     """
 
-    def __init__(self, spec: FleetSpec, settings: Settings, environment: Mapping[str, str], restarts: int) -> None:
-        self._log_dir = spec.log_dir
+    def __init__(self, wanted: Plan, settings: Settings, environment: Mapping[str, str]) -> None:
+        self._plan = wanted
         self._settings = settings
-        self._environment = environment
-        self._restarts = restarts
         self._asked = asyncio.Event()
         self._progress = Progress(Console(stderr=True))
-        self._fleet = EngineFleet(spec, on_progress=self._progress.show)
-        self._proxy: ProxyProcess | None = None
+        self._fleet = EngineFleet(wanted.fleet, on_progress=self._progress.show)
+        self._file = wanted.fleet.log_dir.absolute() / ENGINES_FILE
+        known = {"ENGINES_FILE": str(self._file), "PORT": str(port_of(settings.host, settings.port))}
+        if settings.control_port is not None:
+            known["CONTROL_PORT"] = str(port_of(settings.control_host or settings.host, settings.control_port))
+        self._link = link_to(settings, int(known.get("CONTROL_PORT", known["PORT"])))
+        self._proxy = ProxyProcess(
+            {**environment, **{ENV_PREFIX + name: value for name, value in known.items()}},
+            settings.drain_timeout + PROXY_EXTRA,
+        )
+        self._supervisor = Supervisor(self._fleet, wanted.care, roster=FileRoster(self._file), link=self._link)
+        self._serving = False
 
     def _on_signal(self) -> None:
         if self._asked.is_set():
@@ -104,9 +111,12 @@ class Supervisor:
             spawn(self._kill(), name="kill")
         self._asked.set()
 
+    def _on_roll(self) -> None:
+        if self._serving:
+            spawn(rolled(self._supervisor), name="rolling restart")
+
     async def _kill(self) -> None:
-        if self._proxy is not None:
-            await self._proxy.stop(signal.SIGUSR1)
+        await self._proxy.stop(signal.SIGUSR1)
         await self._fleet.kill_all()
 
     async def run(self) -> int:
@@ -115,6 +125,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(signum, self._on_signal)
+        loop.add_signal_handler(signal.SIGUSR1, self._on_roll)
         stop = spawn(self._asked.wait(), name="stop asked")
         work = spawn(self._work(), name="engines and proxy")
         try:
@@ -128,20 +139,21 @@ class Supervisor:
                 each.cancel()
             await asyncio.gather(work, stop, return_exceptions=True)
             # The proxy first: what its clients still wait for is in the engines.
-            if self._proxy is not None:
-                await self._proxy.stop()
+            await self._proxy.stop()
             await self._fleet.stop()
+            await self._link.close()
+            self._file.unlink(missing_ok=True)
             _log.info("all engines have ended")
 
     async def _work(self) -> int:
         with self._progress:
             await self._fleet.start()
-        _log.info("%d engines answer; their logs are in %s", len(self._fleet.urls), self._log_dir)
-        engines = {ENV_PREFIX + "ENGINE": ",".join(self._fleet.urls)}
-        self._proxy = ProxyProcess({**self._environment, **engines}, self._settings.drain_timeout + PROXY_EXTRA)
+        _log.info("%d engines answer; their logs are in %s", len(self._fleet.urls), self._plan.fleet.log_dir)
+        await self._supervisor.show()
         await self._proxy.start()
+        self._serving = True
         proxy: asyncio.Task[Any] = spawn(self._proxy.wait(), name="proxy")
-        engines_gone: asyncio.Task[Any] = spawn(self._watch_all(), name="watch engines")
+        engines_gone: asyncio.Task[Any] = spawn(self._supervisor.run(), name="look after engines")
         try:
             await asyncio.wait({proxy, engines_gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -153,32 +165,21 @@ class Supervisor:
         _log.error("no engine is left; the proxy is ended too")
         return FAILURE_EXIT
 
-    async def _watch_all(self) -> None:
-        await asyncio.gather(*(self._watch(each) for each in self._fleet.engines))
 
-    async def _watch(self, engine: Engine) -> None:
-        """Until an engine is dead for good. The proxy notices a death by itself and serves on the others."""
-        left = self._restarts
-        while True:
-            code = await engine.process.wait()
-            log = engine.process.log
-            _log.error(
-                "%s ended with exit code %s; see %s, which ends with: %s", engine.process.name, code, log, _last(engine)
-            )
-            if not left:
-                return
-            left -= 1
-            await asyncio.sleep(RESTART_DELAY)
-            _log.info("starting %s again; it gets no requests before its weights are known", engine.process.name)
-            try:
-                await self._fleet.restart(engine.index)
-            except LauncherError as error:
-                _log.error("%s", str(error).partition("\n")[0])
-                await engine.process.stop()
+def port_of(host: str, port: int) -> int:
+    """The port itself, or a free one for 0: the launcher has to know where its proxy listens."""
+    return port or free_ports(host, 1)[0]
 
 
-def _last(engine: Engine) -> str:
-    return engine.process.tail(1).strip() or "(nothing)"
+def link_to(settings: Settings, port: int) -> ProxyLink:
+    """The control plane of a proxy on this machine."""
+    host = settings.host if settings.control_port is None else settings.control_host or settings.host
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    near = f"[{near}]" if ":" in near else near
+    token = settings.control_token.get_secret_value() if settings.control_token is not None else None
+    scheme = "https" if settings.tls_cert is not None else "http"
+    # Its own child on this machine: the certificate is for the name that clients use.
+    return ProxyLink(f"{scheme}://{near}:{port}", token, verify=False)
 
 
 def check_port(host: str, port: int) -> None:
@@ -216,66 +217,55 @@ def proxy_environment(options: Mapping[str, Any], base: Mapping[str, str]) -> di
     return found
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", type=click.Path(path_type=Path), help="Directory of the model; for sim, the name to serve.")
-@click.option("--count", type=int, default=1, show_default=True, help="How many engines to start.")
-@click.option(
-    "--kind",
-    type=click.Choice(["vllm", "sim"]),
-    default="vllm",
-    show_default=True,
-    help="Real vLLM, or the simulated engine.",
-)
+def with_file(options: dict[str, Any], section: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """Settings of the proxy: its section of the fleet file under what was given by flag or environment variable."""
+    merged = dict(options)
+    for name, value in section.items():
+        if name in given:
+            continue
+        merged[name] = tuple(map(_plain, value)) if isinstance(value, list) else value
+    return merged
+
+
+def _plain(item: Any) -> Any:
+    """A further fan-out path in the form that a flag has."""
+    if isinstance(item, dict) and "path" in item:
+        return item["path"] + (f"={item['rank_field']}" if item.get("rank_field") else "")
+    return item
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@fleet_options
 @click.option("--engine-port", type=int, help="Port of the first engine; the others follow. Free ports when left out.")
-@click.option(
-    "--log-dir",
-    type=click.Path(path_type=Path),
-    default=Path(".run/engines"),
-    show_default=True,
-    help="Directory of the engines' logs.",
-)
-@click.option(
-    "--vllm",
-    type=click.Path(path_type=Path),
-    envvar=VLLM_VARIABLE,
-    help="Python executable or virtual environment that has vLLM; else FLEETGATE_VLLM, else what `make engine` built.",
-)
-@click.option("--ready-wait", type=float, default=READY_WAIT, show_default=True, help="Seconds until all must answer.")
-@click.option(
-    "--stop-grace",
-    type=float,
-    default=STOP_GRACE,
-    show_default=True,
-    help="Seconds between SIGTERM and SIGKILL of an engine at the end.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the simulated engine's weights.")
-@click.option(
-    "--restarts",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="How often an engine that died is started again.",
-)
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
-def up(engine_port: int | None, restarts: int, **options: Any) -> None:
+@click.pass_context
+def up(context: click.Context, /, engine_port: int | None, extra: tuple[str, ...], **options: Any) -> None:
     """Start COUNT engines and the proxy in front of them; EXTRA arguments after `--` go to each engine.
 
-    Example: fleetgate up --model ./model --count 2 --port 8000 -- --max-model-len 8192
+    Examples: fleetgate up --model ./model --count 2 --port 8000 -- --max-model-len 8192;  fleetgate up -c fleet.yaml
 
-    Takes the settings of `fleetgate proxy` too, besides those that say where engines are. SIGTERM or Ctrl-C drain the
-    proxy, then end the engines. An engine that dies is logged, and the others go on. Exit codes: 0 clean stop, 2 bad
-    usage or configuration, 1 anything else (no engine came up or is left, a port was taken, the proxy died).
+    Takes the settings of `fleetgate proxy` too, besides those that say where engines are; in a fleet file they are the
+    section `proxy`. An engine that dies, or no longer answers /health, is started again on its port, and comes back
+    fenced. SIGUSR1 restarts all engines in turn, each drained first. SIGTERM or Ctrl-C drain the proxy, then end the
+    engines. Exit codes: 0 clean stop, 2 bad usage or configuration, 1 anything else (no engine came up or is left, a
+    port was taken, the proxy died).
     """
-    engines = {name: options.pop(name) for name in ENGINE_OPTIONS}
     own = own_variables(os.environ)
-    settings = read_settings(dict(options))
-    logs.configure(settings.log_format, settings.log_level)
-    spec = FleetSpec(host=ENGINE_HOST, port=engine_port, environment=own, **engines)
-
-    async def run() -> int:
-        return await Supervisor(spec, settings, proxy_environment(options, os.environ), restarts).run()
-
     try:
+        wanted = plan(context, options, host=ENGINE_HOST, port=engine_port, extra=extra, environment=own)
+        given = {
+            name
+            for name in Settings.model_fields
+            if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            or ENV_PREFIX + name.upper() in os.environ
+        }
+        options = with_file(options, wanted.proxy, given)
+        settings = read_settings(dict(options))
+        logs.configure(settings.log_format, settings.log_level)
+
+        async def run() -> int:
+            return await Unit(wanted, settings, proxy_environment(options, os.environ)).run()
+
         code = asyncio.run(run())
     except LauncherError as error:
         click.echo(f"fleetgate up: {error}", err=True)

@@ -12,7 +12,9 @@ from typing import Final
 
 from engine_launcher.cpu_transfer import BACKEND
 from engine_launcher.errors import UsageError
-from engine_launcher.settings import EngineCommand, FleetSpec, has_flag
+from engine_launcher.gpus import ORDER, PCI_ORDER, VISIBLE, parallel_arguments
+from engine_launcher.restore import Checkpoint
+from engine_launcher.settings import EngineCommand, EngineSpec, flag_value, has_flag
 
 VLLM_VARIABLE: Final = "FLEETGATE_VLLM"
 """Environment variable that names a vLLM as ``--vllm`` does."""
@@ -132,20 +134,38 @@ def backend_of(install: VllmInstall) -> str:
     return BACKEND if install.device == "cpu" else "nccl"
 
 
-def vllm_command(spec: FleetSpec, install: VllmInstall, port: int) -> EngineCommand:
+def vllm_command(
+    spec: EngineSpec,
+    install: VllmInstall,
+    port: int,
+    devices: tuple[str, ...] = (),
+    restored: Checkpoint | None = None,
+) -> EngineCommand:
     """How to start one vLLM server on ``port``.
+
+    Args:
+        spec: what is started.
+        install: with which vLLM.
+        port: where it listens.
+        devices: the GPUs that are its own; none on a CPU.
+        restored: a checkpoint to load in place of ``spec.model``, under whose name it is served all the same.
 
     Raises ``UsageError`` for extra arguments that the launcher itself decides on, or for a missing plugin.
     """
-    for flag in FIXED_FLAGS:
-        if has_flag(spec.extra, flag):
-            raise UsageError(
-                f"{flag} among the extra vLLM arguments: the launcher sets it for each engine; use its own"
-            )
+    _check_extra(spec.extra)
     assert spec.model is not None
-    # The module, not the `vllm` script: that one looks for a distribution of its own name, which CPU builds lack.
-    argv = [str(install.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(spec.model.absolute())]
+    base = str(spec.model.absolute())
+    # The module, not the `vllm` script: that one looks for a distribution of its own name, which CPU builds lack, and
+    # starts several API servers for a data-parallel engine, each with a pause of its own.
+    argv = [str(install.python), "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", base if restored is None else str(restored.path.absolute())]
+    if restored is not None:
+        if not has_flag(spec.extra, "--served-model-name"):
+            argv += ["--served-model-name", base]
+        if not restored.has_tokenizer and not has_flag(spec.extra, "--tokenizer"):
+            argv += ["--tokenizer", base]
     argv += ["--host", spec.host, "--port", str(port)]
+    argv += parallel_arguments(len(devices), spec.extra)
     if not has_flag(spec.extra, "--enable-scale-out"):
         argv.append("--enable-scale-out")  # /inference/v1/generate answers 403 without it
     if not has_flag(spec.extra, "--weight-transfer-config"):
@@ -159,11 +179,27 @@ def vllm_command(spec: FleetSpec, install: VllmInstall, port: int) -> EngineComm
         for flag, value in CPU_FLAGS:
             if not has_flag(spec.extra, flag):
                 argv += [flag] if value is None else [flag, value]
-    return EngineCommand((*argv, *spec.extra), vllm_environment(spec, install, os.environ))
+    return EngineCommand((*argv, *spec.extra), vllm_environment(spec, install, os.environ, devices))
 
 
-def vllm_environment(spec: FleetSpec, install: VllmInstall, base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a server: what the user has set wins over the launcher's choices."""
+def _check_extra(extra: tuple[str, ...]) -> None:
+    for flag in FIXED_FLAGS:
+        if has_flag(extra, flag):
+            raise UsageError(
+                f"{flag} among the extra vLLM arguments: the launcher sets it for each engine; use its own"
+            )
+    servers = flag_value(extra, "--api-server-count", "-asc")
+    if servers not in (None, "1"):
+        raise UsageError(
+            f"--api-server-count {servers}: each of several API servers would keep a pause and a weight version of its "
+            "own, so that a call reaches one of them only; leave it out, and start more engines instead"
+        )
+
+
+def vllm_environment(
+    spec: EngineSpec, install: VllmInstall, base: Mapping[str, str], devices: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """Environment of a server: what the user has set wins over the launcher's choices, its GPUs excepted."""
     ours = {
         "VLLM_SERVER_DEV_MODE": "1",  # the control routes exist only so
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE,
@@ -171,10 +207,16 @@ def vllm_environment(spec: FleetSpec, install: VllmInstall, base: Mapping[str, s
         "HF_HUB_OFFLINE": "1",  # the model is a local directory; nothing is to be looked up elsewhere
         "PYTHONUNBUFFERED": "1",
     }
+    if has_flag(spec.extra, "--enable-lora"):
+        ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"  # else /v1/load_lora_adapter is not there
     if install.device == "cpu":
-        threads = max(1, (os.cpu_count() or 1) // (2 * spec.count))
+        threads = max(1, (os.cpu_count() or 1) // (2 * spec.share))
         ours |= CPU_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
     found = {**ours, **base, **spec.environment}
+    if devices:
+        found[VISIBLE] = ",".join(devices)
+        if devices[0].isdecimal():
+            found.setdefault(ORDER, PCI_ORDER)
     # Tools that vLLM calls (ninja, compilers' helpers) are the ones of its own environment.
     found["PATH"] = os.pathsep.join([str(install.python.parent), found.get("PATH", os.defpath)])
     # The launcher's own environment must not leak in: it would shadow packages there.

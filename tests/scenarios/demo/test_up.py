@@ -72,7 +72,7 @@ async def test_sigterm_lets_running_rollouts_end_before_the_engines_do(tmp_path:
 
 
 async def test_a_dead_engine_is_logged_and_the_other_goes_on_until_none_is_left(tmp_path: Path) -> None:
-    async with up(tmp_path) as command:
+    async with up(tmp_path, "--restarts", "0") as command:
         url = await listening(command)
         first, second = command.running(SIM)
         os.kill(first, signal.SIGKILL)

@@ -97,17 +97,18 @@ def test_a_signal_while_starting_is_a_clean_stop_too(tmp_path: Path) -> None:
         assert process.returncode == 0, err
 
 
-def test_an_engine_that_dies_later_ends_the_command_with_exit_code_1(tmp_path: Path) -> None:
-    with started("--kind", "sim", "--count", "2", cwd=tmp_path) as process:
+def test_when_no_engine_is_left_the_command_ends_with_exit_code_1(tmp_path: Path) -> None:
+    with started("--kind", "sim", "--restarts", "0", cwd=tmp_path) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        process.stdout.readline()
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        engine = Path(f"/proc/{children[1]}/task/{children[1]}/children").read_text().split()[0]
+        engine = Path(f"/proc/{children[0]}/task/{children[0]}/children").read_text().split()[0]
         signal_process(int(engine))
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "ended with exit code 137" in err
+        assert "is given up after 0 restarts in a row" in err
+        assert "no engine is left" in err
 
 
 def signal_process(pid: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine_launcher.errors import UsageError
-from engine_launcher.settings import FleetSpec
+from engine_launcher.settings import EngineSpec
 from engine_launcher.vllm_engine import (
     RECORD,
     VllmInstall,
@@ -24,8 +24,8 @@ CPU = VllmInstall(Path("/env/bin/python"), "0.33.0", "cpu", plugin=True)
 GPU = VllmInstall(Path("/env/bin/python"), "0.33.0", "gpu", plugin=False)
 
 
-def spec(*extra: str, **more: object) -> FleetSpec:
-    return FleetSpec(**{"count": 2, "model": Path("/models/m"), "extra": extra, **more})
+def spec(*extra: str, **more: object) -> EngineSpec:
+    return EngineSpec(**{"name": "0", "share": 2, "model": Path("/models/m"), "extra": extra, **more})
 
 
 def value_of(argv: tuple[str, ...], flag: str) -> str:
