@@ -1,7 +1,8 @@
 """Pause and resume, hundreds of times under load, in every mode: no client may notice but by waiting.
 
-``python -m tests.scenarios.pause_cycles [--cycles 300] [--mode keep --mode abort --mode wait]``. With ``--engine URL``
-(repeated) it runs against engines that are there already, such as real vLLM servers; then the tokens are not checked.
+``python -m tests.scenarios.pause_cycles [--cycles 300] [--mode keep --mode abort --mode wait]``. With ``--vllm MODEL`` it
+starts real vLLM servers, with ``--engine URL`` (repeated) it takes engines that are there already; then the tokens are
+not checked.
 """
 
 from __future__ import annotations
@@ -82,7 +83,15 @@ async def main_async(options: argparse.Namespace) -> int:
     problems: list[str] = []
     async with AsyncExitStack() as stack:
         urls = options.engine
-        if not urls:
+        real = bool(urls or options.vllm)
+        if options.vllm:
+            logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            extra = ("--served-model-name", options.model, "--enable-scale-out", "--max-model-len", "2048")
+            fleet = await stack.enter_async_context(
+                EngineFleet(FleetSpec(kind="vllm", count=ENGINES, model=options.vllm, log_dir=logs, extra=extra))
+            )
+            urls = fleet.urls
+        elif not urls:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             extra = ("--tokens-per-second", str(TOKENS_PER_SECOND))
             fleet = await stack.enter_async_context(
@@ -91,7 +100,7 @@ async def main_async(options: argparse.Namespace) -> int:
             urls = fleet.urls
         proxy = await stack.enter_async_context(proxy_process(*urls))
         for mode in options.mode or MODES:
-            run = Cycles(proxy, mode, model=options.model, seed=options.seed, checked=not options.engine)
+            run = Cycles(proxy, mode, model=options.model, seed=options.seed, checked=not real)
             await run.run(options.cycles)
             times = sorted(run.seconds)
             print(
@@ -111,6 +120,7 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=300, help="of each mode")
     parser.add_argument("--mode", action="append", choices=MODES, help="may be repeated; default: all")
     parser.add_argument("--engine", action="append", default=[], help="URL of a running engine; may be repeated")
+    parser.add_argument("--vllm", type=Path, help="directory of a model for which real vLLM servers are started")
     parser.add_argument("--model", default="sim", help="name under which the engines serve their model")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100_000)
     options = parser.parse_args()
