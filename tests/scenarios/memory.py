@@ -59,7 +59,7 @@ async def one(proxy: ProxyProcess, engines: list[FaultEngine], going: asyncio.Ev
         for client in clients:
             client.writer.write(post("/v1/completions", BODY))
         if what == "held":
-            while (await proxy.fleet(session))["gate"]["held_requests"] < count:  # noqa: ASYNC110
+            while (await proxy.fleet(session))["gate"]["held_requests"] < count:
                 await asyncio.sleep(0.1)
         else:
             await eventually(lambda: sum(engine.running for engine in engines) == count, "all open", 120)

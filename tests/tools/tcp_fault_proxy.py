@@ -90,7 +90,7 @@ class TcpFaultProxy:
         passed = 0
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(self.piece):
-                while self.black_hole:  # noqa: ASYNC110 - a switch that tests flip at will
+                while self.black_hole:
                     await asyncio.sleep(0.01)
                 if self.delay:
                     await asyncio.sleep(self.delay)

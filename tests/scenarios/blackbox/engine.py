@@ -123,7 +123,13 @@ class Engine:
             return web.Response(status=self.health)
         if path == "/v1/models":
             return web.json_response({"object": "list", "data": [{"id": "m", "owner": self.name}]})
-        if path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate"):
+        if path in (
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/messages",
+            "/v1/responses",
+            "/inference/v1/generate",
+        ):
             return await self._generate(request, body)
         if not self.rl:
             return web.json_response({"detail": "Not Found"}, status=404)
@@ -132,7 +138,12 @@ class Engine:
     def _control(self, request: web.Request, path: str, body: bytes) -> web.StreamResponse:
         if path == "/pause":
             if request.query.get("mode", "abort") not in ("abort", "wait", "keep"):
-                error = {"message": "1 validation error: mode", "type": "Bad Request", "param": "query.mode", "code": 400}
+                error = {
+                    "message": "1 validation error: mode",
+                    "type": "Bad Request",
+                    "param": "query.mode",
+                    "code": 400,
+                }
                 return web.json_response({"error": error}, status=400)
             self.paused = True
             return web.json_response({"status": "paused"})
@@ -203,7 +214,9 @@ class Engine:
             return response
         if request.path == "/v1/messages":
             inner = {"type": "overloaded_error", "message": "Generation is paused. Please retry after it resumes."}
-            await response.write(b"event: error\ndata: " + json.dumps({"type": "error", "error": inner}).encode() + b"\n\n")
+            await response.write(
+                b"event: error\ndata: " + json.dumps({"type": "error", "error": inner}).encode() + b"\n\n"
+            )
         else:
             await response.write(b"data: " + json.dumps(error).encode() + b"\n\n")
             await response.write(b"data: [DONE]\n\n")

@@ -59,8 +59,9 @@ async def test_update_weights_reaches_every_engine_once_with_the_same_bytes():
 
 async def test_world_size_is_the_sum_and_ranks_are_shifted_by_it():
     engines = [await Engine(name, world_size=size).start() for name, size in (("a", 2), ("b", 1), ("c", 4))]
-    from tests.scenarios.blackbox.conftest import ready, run_proxy
     import aiohttp
+
+    from tests.scenarios.blackbox.conftest import ready, run_proxy
 
     try:
         flags = [flag for engine in engines for flag in ("--engine", engine.url)]
@@ -337,8 +338,9 @@ async def test_success_false_is_not_hidden():
 
 async def test_an_engine_without_rl_routes_is_plain():
     engines = [await Engine("rl").start(), await Engine("plain", rl=False).start()]
-    from tests.scenarios.blackbox.conftest import ready, run_proxy
     import aiohttp
+
+    from tests.scenarios.blackbox.conftest import ready, run_proxy
 
     try:
         flags = [flag for engine in engines for flag in ("--engine", engine.url)]
@@ -376,8 +378,9 @@ async def test_down_engines_are_not_a_failure():
 
 
 async def test_majority_decides_at_start_and_a_tie_fences_all():
-    from tests.scenarios.blackbox.conftest import ready, run_proxy
     import aiohttp
+
+    from tests.scenarios.blackbox.conftest import ready, run_proxy
 
     engines = [await Engine(str(i), version=v).start() for i, v in enumerate(("v2", "v2", "default", "default", "v1"))]
     flags = [flag for engine in engines for flag in ("--engine", engine.url)]
@@ -398,8 +401,9 @@ async def test_majority_decides_at_start_and_a_tie_fences_all():
 
 
 async def test_a_restarted_proxy_goes_on_paused():
-    from tests.scenarios.blackbox.conftest import ready, run_proxy
     import aiohttp
+
+    from tests.scenarios.blackbox.conftest import ready, run_proxy
 
     engines = [await Engine(str(i), version="v3").start() for i in range(2)]
     flags = [flag for engine in engines for flag in ("--engine", engine.url)]
@@ -525,12 +529,13 @@ async def test_control_needs_the_token_and_data_does_not():
         assert "secret" not in "".join(proxy.lines)
 
 
-@pytest.mark.parametrize("path", ["/%70ause", "//pause", "/./pause", "/x/../pause", "/pause;x", "/pause%0a", "/PAUSE/../pause"])
+@pytest.mark.parametrize(
+    "path", ["/%70ause", "//pause", "/./pause", "/x/../pause", "/pause;x", "/pause%0a", "/PAUSE/../pause"]
+)
 async def test_a_control_path_in_disguise_reaches_no_engine(path):
-    import socket
     from urllib.parse import urlsplit
 
-    async with fleet(1) as (engines, http, proxy):
+    async with fleet(1) as (engines, _, proxy):
         parts = urlsplit(proxy.url)
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
         writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())

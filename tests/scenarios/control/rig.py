@@ -109,7 +109,7 @@ class Rig:
 
     async def until(self, what: Callable[[], bool], limit: float = 5.0) -> None:
         async with asyncio.timeout(limit):
-            while not what():  # noqa: ASYNC110
+            while not what():
                 await asyncio.sleep(0.01)
 
     async def until_state(self, index: int, state: State | str, limit: float = 5.0) -> None:

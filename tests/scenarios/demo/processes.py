@@ -63,7 +63,7 @@ class Command:
 
     async def gone(self) -> None:
         """Wait until none of its processes is left."""
-        while self.left():  # noqa: ASYNC110 - the end of a stranger's process is no event
+        while self.left():
             await asyncio.sleep(0.05)
 
     def running(self, word: str) -> list[int]:

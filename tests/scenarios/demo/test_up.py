@@ -61,7 +61,7 @@ async def test_sigterm_lets_running_rollouts_end_before_the_engines_do(tmp_path:
         url = await listening(command)
         running = asyncio.ensure_future(rollout(url))
         async with aiohttp.ClientSession() as session:
-            while not in_flight(await metrics(session, url)):  # noqa: ASYNC110 - seen from outside only
+            while not in_flight(await metrics(session, url)):
                 await asyncio.sleep(0.02)
         command.process.send_signal(signal.SIGTERM)
         answer = await running

@@ -74,7 +74,7 @@ def running(pid: int) -> bool:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110 - what is waited for happens in another process
+    while not true():
         await asyncio.sleep(0.01)
 
 
