@@ -22,17 +22,14 @@ from proxy.core import routes
 from proxy.core.bodies import wants_stream
 from proxy.core.failures import Failure, Kind
 from proxy.core.framing import RequestHead
-from proxy.core.retry import Action, Decision, Facts, decide
+from proxy.core.retry import Action, Decision, decide
 from proxy.data.attempt import Attempt
+from proxy.data.outcome import RETRY_AFTER, error_for, facts_of
 from proxy.data.relay import Relay
 from proxy.errors import (
     BodyTooLarge,
-    EngineBroken,
-    EngineTimeout,
-    EngineUnreachable,
     FleetgateError,
     NoEngine,
-    Overloaded,
     RequestAborted,
     SlowClient,
 )
@@ -44,9 +41,6 @@ if TYPE_CHECKING:
     from proxy.fleet.engine import Engine
 
 _log = logging.getLogger("fleetgate.exchange")
-
-RETRY_AFTER = 5
-"""Seconds for Retry-After where no engine can take a request."""
 
 
 class Phase(IntEnum):
@@ -73,9 +67,7 @@ class Exchange:
     """
 
     __slots__ = (
-        "_free",
         "_fresh",
-        "_resends",
         "_timer",
         "attempt",
         "attempts",
@@ -84,6 +76,7 @@ class Exchange:
         "body_done",
         "body_size",
         "client",
+        "free",
         "generation",
         "head",
         "held_bytes",
@@ -98,6 +91,7 @@ class Exchange:
         "plane",
         "relay",
         "replayable",
+        "resends",
         "sent",
         "started",
         "tried",
@@ -121,8 +115,8 @@ class Exchange:
         self.sent = False
         self.attempt: Attempt | None = None
         self.attempts = 0
-        self._free = 0
-        self._resends = 0
+        self.free = 0
+        self.resends = 0
         self._fresh = False
         self.tried: list[Engine] = []
         self.last_engine: Engine | None = None
@@ -303,25 +297,12 @@ class Exchange:
         kind = failure.kind
         paused = paused or kind is Kind.PAUSED
         if paused or kind in (Kind.CONNECT, Kind.STALE):
-            self._free += 1
+            self.free += 1
         if not paused and kind is not Kind.STALE and engine not in self.tried:
             self.tried.append(engine)
-        head = self.head
-        facts = Facts(
-            generation=self.generation,
-            repeatable=routes.is_repeatable(head.method, head.path),
-            replayable=self.replayable or not self.sent,
-            attempts=self.attempts - self._free,
-            max_attempts=1 if head.no_retry else plane.settings.max_attempts,
-            others_left=plane.others_left(self.tried, generation=self.generation),
-            engine_dead=dead,
-            engine_paused=paused,
-            has_answer=attempt.has_answer,
-            resends=self._resends,
-        )
         decision = decide(
             failure,
-            facts,
+            facts_of(self, attempt, dead=dead, paused=paused),
             budget=plane.budget,
             backoff=plane.backoff,
             now=self.client.loop.time(),
@@ -330,7 +311,7 @@ class Exchange:
         if decision.action is Action.RELAY:
             attempt.relay()
         elif decision.action is Action.FAIL:
-            self._fail(_error_for(failure))
+            self._fail(error_for(failure))
         else:
             self._again(failure, decision, engine)
 
@@ -348,7 +329,7 @@ class Exchange:
             self._hold(front=True)
             return
         if kind not in (Kind.STALE, Kind.CONNECT):
-            self._resends += 1
+            self.resends += 1
         if decision.forget_tried:
             self.tried = []
         if decision.delay:
@@ -467,16 +448,3 @@ class Exchange:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _error_for(failure: Failure) -> FleetgateError:
-    """The error that a client sees when no attempt is left."""
-    match failure.kind:
-        case Kind.CONNECT:
-            return EngineUnreachable(failure.detail)
-        case Kind.TIMEOUT:
-            return EngineTimeout(failure.detail)
-        case Kind.BUSY | Kind.PAUSED:
-            return Overloaded(failure.detail, retry_after=RETRY_AFTER)
-        case _:
-            return EngineBroken(failure.detail)

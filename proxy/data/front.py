@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import httptools
 
-from proxy.core.framing import RequestHead, inspect
+from proxy.core.framing import inspect
 from proxy.core.paths import Route
 from proxy.data.client import ClientConnection
 from proxy.data.exchange import Exchange
+from proxy.data.inbound import Inbound
 from proxy.data.replies import error_answer
 from proxy.errors import (
     BadRequest,
@@ -33,37 +34,6 @@ if TYPE_CHECKING:
     from proxy.server import Server
 
 _log = logging.getLogger("fleetgate.front")
-
-
-class Inbound(Protocol):
-    """A request as the connection sees it: an `Exchange`, or one that aiohttp answers."""
-
-    head: RequestHead
-    body_done: bool
-
-    def begin(self) -> None:
-        """It is this request's turn."""
-
-    def body_data(self, data: bytes) -> None:
-        """A piece of the body."""
-
-    def body_end(self) -> None:
-        """The body is whole."""
-
-    def client_slow(self) -> None:
-        """The body stopped coming."""
-
-    def client_writable(self, writable: bool) -> None:
-        """The client takes (no) more of its answer for now."""
-
-    def client_gone(self) -> None:
-        """The client went away."""
-
-    def refused(self, error: FleetgateError) -> None:
-        """The rest of the request is refused: answer with this error if nothing was answered yet."""
-
-    def crashed(self) -> None:
-        """One of the above raised; called inside the handler. The request must end now. Must not raise."""
 
 
 class Front(ClientConnection):
