@@ -307,18 +307,28 @@ def _checks(call: Call, legs: Sequence[Leg], gate_closed: bool) -> Merged:
 
 
 def _checksums(legs: Sequence[Leg], sums: list[dict[str, Any]]) -> Merged:
-    """All alike: that body. Otherwise what all have in common, and who differs from what most engines hold."""
+    """All alike: that body. Otherwise what all have in common, and who differs from most engines of its layout.
+
+    The names say which worker holds a parameter (``dp0:pp0:pcp0:tp1:...``), so engines with other names split the model
+    in another way: their sums say nothing about each other.
+    """
     keys = [orjson.dumps(item, option=orjson.OPT_SORT_KEYS) for item in sums]
     if len(set(keys)) == 1:
         return _same(CHECKSUM, legs, False)
-    common_key, _ = Counter(keys).most_common(1)[0]
-    reference = sums[keys.index(common_key)]
-    common = {name: value for name, value in reference.items() if all(item.get(name) == value for item in sums)}
-    differing = {
-        leg.engine: sorted(name for name in {*item, *reference} if item.get(name) != reference.get(name))
-        for leg, item, key in zip(legs, sums, keys, strict=True)
-        if key != common_key
-    }
+    layouts: dict[frozenset[str], list[int]] = {}
+    for index, item in enumerate(sums):
+        layouts.setdefault(frozenset(item), []).append(index)
+    differing: dict[str, list[str]] = {}
+    for members in layouts.values():
+        most, _ = Counter(keys[index] for index in members).most_common(1)[0]
+        reference = sums[keys.index(most)]
+        for index in members:
+            if keys[index] != most:
+                wrong = sorted(name for name, value in sums[index].items() if value != reference[name])
+                differing[legs[index].engine] = wrong
+    common = {name: value for name, value in sums[0].items() if all(item.get(name) == value for item in sums)}
+    if not differing:
+        return _json({"checksums": common})
     return _json({"checksums": common, "match": False, "differing": differing})
 
 

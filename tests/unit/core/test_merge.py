@@ -54,6 +54,21 @@ def test_all_agree():
         ),
         (
             "/weight_checker",
+            [{"checksums": {"tp0:a": "1"}}, {"checksums": {"tp0:a": "2", "tp1:a": "3"}}],
+            {"checksums": {}},
+        ),
+        (
+            "/weight_checker",
+            [
+                {"checksums": {"tp0:a": "1"}},
+                {"checksums": {"tp0:a": "2", "tp1:a": "3"}},
+                {"checksums": {"tp0:a": "2", "tp1:a": "3"}},
+                {"checksums": {"tp0:a": "2", "tp1:a": "4"}},
+            ],
+            {"checksums": {}, "match": False, "differing": {"3": ["tp1:a"]}},
+        ),
+        (
+            "/weight_checker",
             [{"match": True, "mismatches": []}, {"match": False, "mismatches": ["w"]}],
             {"match": False, "mismatches": ["w"]},
         ),
