@@ -196,6 +196,17 @@ def test_requests_without_a_key_go_to_the_least_busy_and_are_not_remembered():
     assert len(one) == 0
 
 
+def test_a_session_that_another_worker_placed_is_kept_there_and_counts():
+    engines = fleet(0, 0)
+    one = policy()
+    one.adopt(b"k", engines[1].id, 0.0)
+    assert one.select(engines, b"new", 1.0) is engines[0]
+    assert one.select(engines, b"k", 2.0) is engines[1]
+    one.adopt(b"k", engines[0].id, 3.0)
+    assert one.select(engines, b"k", 4.0) is engines[0]
+    assert len(one) == 2
+
+
 class Life(RuleBasedStateMachine):
     """The counts that first turns go by are those of the sessions that are live, whatever happens in whatever order."""
 
@@ -219,6 +230,10 @@ class Life(RuleBasedStateMachine):
     @rule(key=st.sampled_from([b"a", b"b", b"c"]))
     def finish(self, key):
         self.policy.finish(key)
+
+    @rule(key=st.sampled_from([b"a", b"d", b"i"]), number=st.integers(0, 2))
+    def adopt(self, key, number):
+        self.policy.adopt(key, self.engines[number].id, self.now)
 
     @rule(number=st.integers(0, 2))
     def forget(self, number):
