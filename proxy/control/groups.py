@@ -108,18 +108,20 @@ class Groups:
         group = self.group
         if group is None:
             return self.living()
-        lost = [
-            engine
-            for engine, boot in group.members.items()
-            if engine.boot != boot or not engine.alive or self._fleet.engines.get(engine.id) is not engine
-        ]
-        if lost and not group.lost:
-            group.lost = ", ".join(engine.id for engine in lost) + " was restarted or lost"
-        if group.lost:
-            raise Conflict(
-                f"{call}: the transfer group is broken ({group.lost}); {self.advice()}. No engine was called"
-            )
+        why = group.lost or self._why_lost(group)
+        if why:
+            raise Conflict(f"{call}: the transfer group is broken ({why}); {self.advice()}. No engine was called")
         return list(group.members)
+
+    def _why_lost(self, group: Group) -> str:
+        gone = [engine for engine in group.members if self._fleet.engines.get(engine.id) is not engine]
+        other = [engine for engine, boot in group.members.items() if engine.boot != boot and engine not in gone]
+        if gone or other:
+            words = [f"{engine.id} was removed" for engine in gone] + [f"{engine.id} restarted" for engine in other]
+            group.lost = ", ".join(words)
+            return group.lost
+        # An engine that is down may come back as the process it was: then its group holds.
+        return ", ".join(f"{engine.id} is down" for engine in group.members if not engine.alive)
 
     async def preflight(self, call: str, engines: Sequence[Engine]) -> None:
         """Look at every engine before a collective begins: one that never joins would hang all others.

@@ -18,6 +18,7 @@ from proxy.core.engine_state import State
 from proxy.data.gate import Gate
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
+from proxy.observe.events import KINDS
 from tests.scenarios.control.mock import MockEngine
 
 FAST = {"probe_interval": 0.05, "probe_timeout": 3.0, "pause_watch_interval": 0.05, "replay_window": 5.0}
@@ -159,6 +160,7 @@ async def proxy_for(mocks: list[MockEngine], **settings: Any) -> AsyncIterator[R
     async with aiohttp.ClientSession() as http:
         try:
             yield Rig(mocks, plane, data, base, http, events)
+            assert {kind for kind, _ in events} <= KINDS
         finally:
             await plane.stop()
             await runner.cleanup()

@@ -160,3 +160,14 @@ async def test_one_engine_alone_gets_what_the_trainer_sent():
         body = json.dumps({"init_info": NCCL}).encode()
         await fleet.call(INIT, data=body)
         assert fleet.engines[0].calls(INIT)[0].body == body
+
+
+async def test_a_member_that_was_only_silent_keeps_its_group():
+    async with rig(2) as fleet:
+        await fleet.call(INIT, json={"init_info": {**NCCL, "world_size": 3}})
+        fleet.engines[1].health = 500
+        await fleet.until_state(1, "down")
+        await fleet.call("/start_weight_update", status=409)
+        fleet.engines[1].health = 200
+        await fleet.until_state(1, "ready")
+        await fleet.call("/start_weight_update")
