@@ -8,7 +8,7 @@ ENGINE_PYTHON := .engine/bin/python
 VLLM ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engine model test unit contract scenarios check lint types format lock clean
+.PHONY: docs reference help setup engine model test unit contract scenarios check lint types format lock clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -62,9 +62,18 @@ format: $(VENV)/.stamp ## put the code into the house form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+reference: $(VENV)/.stamp ## write docs/reference anew from the code
+	$(BIN)/python scripts/generate_reference.py
+
+docs: $(VENV)/.stamp ## the documentation as a site (site/), every link checked
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.lock
+	$(BIN)/python scripts/generate_reference.py --check
+	$(BIN)/mkdocs build --strict --quiet
+
 lock: ## write the lock files anew from pyproject.toml (needs uv on the PATH)
 	uv pip compile pyproject.toml --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url -q -o requirements/runtime.lock
 	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url -q -o requirements/dev.lock
+	uv pip compile pyproject.toml --extra docs --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url -q -o requirements/docs.lock
 
 clean: ## remove environments, models and results of runs
 	rm -rf $(VENV) .engine .models .run .bench build *.egg-info

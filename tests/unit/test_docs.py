@@ -22,3 +22,7 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_tutorial_shows_the_example_as_it_is():
+    assert (ROOT / "examples" / "async_loop.py").read_text() in (ROOT / "docs" / "tutorial.md").read_text()
