@@ -25,6 +25,7 @@ from proxy.core.failures import Kind
 from proxy.core.identity import Look, restarted, start_time
 from proxy.data.upstream import Answer, FetchError
 from proxy.fleet.engine import Engine
+from proxy.fleet.pause_watch import PauseWatch
 from proxy.fleet.registry import Fleet
 from proxy.fleet.said import paused_of, version_of, world_size_of
 from proxy.fleet.sentinel import Sentinel
@@ -48,7 +49,6 @@ class _Watched:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     check: asyncio.Task[bool] | None = None
-    paused: asyncio.Task[None] | None = None
     refused: bool = False
     broken: bool = False
     looked: bool = False
@@ -68,6 +68,7 @@ class Prober:
         self._fleet = fleet
         self._on_look = on_look
         self._watched: dict[Engine, _Watched] = {}
+        self._pauses = PauseWatch(fleet, self._ask_paused, settings.pause_watch_interval)
         self.on_restart: Callable[[Engine], None] | None = None
         """Called when an engine's process was replaced."""
 
@@ -101,7 +102,8 @@ class Prober:
         if watched is None:
             return
         engine.upstream.on_lost = None
-        for task in (watched.task, watched.check, watched.paused):
+        await self._pauses.forget(engine)
+        for task in (watched.task, watched.check):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -149,16 +151,15 @@ class Prober:
 
     async def is_paused(self, engine: Engine) -> bool:
         """A quick look whether generation is paused there; no answer counts as no."""
-        answer = await self._get(engine, "/is_paused")
-        return paused_of(answer) is True
+        return await self._ask_paused(engine) is True
+
+    async def _ask_paused(self, engine: Engine) -> bool | None:
+        return paused_of(await self._get(engine, "/is_paused"))
 
     def watch_paused(self, engine: Engine) -> None:
         """Somebody else paused it: keep it out of rotation until it says otherwise."""
-        watched = self._watched.get(engine)
-        if watched is None or watched.paused is not None:
-            return
-        self._set_paused(engine, paused=True)
-        watched.paused = spawn(self._until_resumed(watched), name=f"watch pause {engine.id}")
+        if engine in self._watched:
+            self._pauses.watch(engine)
 
     async def fresh(self, engine: Engine) -> bool:
         """Whether it answers ``/health`` right now and is the process it was: asked before a collective begins."""
@@ -353,7 +354,7 @@ class Prober:
         if not watched.broken:
             engine.suspect = False
         if now.paused is not None and not now.paused:
-            self._set_paused(engine, paused=False)
+            self._pauses.set(engine, paused=False)
         engine.reported_paused = now.paused if now.paused is not None else engine.reported_paused
         if engine.state in (State.STARTING, State.DOWN):
             self._fleet.apply(engine, Event.CAME, "it answers")
@@ -388,25 +389,3 @@ class Prober:
             return await engine.upstream.fetch("GET", target, timeout=self._settings.probe_timeout)
         except FetchError:
             return None
-
-    # Pauses of others
-
-    def _set_paused(self, engine: Engine, *, paused: bool) -> None:
-        if engine.paused == paused:
-            return
-        engine.paused = paused
-        self._fleet.emit("engine_paused", engine=engine.id, paused=paused)
-        self._fleet.refresh()
-
-    async def _until_resumed(self, watched: _Watched) -> None:
-        engine = watched.engine
-        try:
-            while engine.alive and engine.paused:
-                await asyncio.sleep(self._settings.pause_watch_interval)
-                answer = await self._get(engine, "/is_paused")
-                # A server without the route cannot say when it resumes: the next request finds out.
-                if paused_of(answer) is False or (answer is not None and answer.status in (404, 405)):
-                    break
-        finally:
-            watched.paused = None
-            self._set_paused(engine, paused=False)
