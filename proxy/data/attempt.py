@@ -218,7 +218,8 @@ class Attempt:
             if head.status in (500, 503, 529):
                 self.stage = Stage.COLLECTING
                 return
-        self._relay_head(head)
+        conn = self.conn
+        self._relay_head(head, more=conn is not None and conn.has_more)
 
     def on_data(self, data: bytes) -> None:
         """A piece of the engine's answer."""
@@ -226,7 +227,8 @@ class Attempt:
         self.heard = self.engine.last_byte = exchange.client.loop.time()
         stage = self.stage
         if stage is Stage.RELAYING:
-            exchange.relay.data(data)
+            conn = self.conn
+            exchange.relay.data(data, more=conn is not None and conn.has_more)
         elif stage is Stage.PEEKING:
             peek = self.peek
             assert peek is not None
@@ -337,10 +339,12 @@ class Attempt:
         pending = self._pending
         self._pending = []
         self.peek = None
-        self._relay_head(head)
-        for data in pending:
+        whole = self._ended or self._broken is not None or (self.conn is not None and self.conn.has_more)
+        self._relay_head(head, more=whole or bool(pending))
+        last = len(pending) - 1
+        for place, data in enumerate(pending):
             if self.stage is Stage.RELAYING:
-                self.exchange.relay.data(data)
+                self.exchange.relay.data(data, more=whole or place < last)
         if self.stage is not Stage.RELAYING:
             return
         if self._broken is not None:
@@ -350,9 +354,9 @@ class Attempt:
         elif self.conn is not None and self.exchange.client.taking:
             self.conn.resume_reading()
 
-    def _relay_head(self, head: Head) -> None:
+    def _relay_head(self, head: Head, *, more: bool) -> None:
         self.stage = Stage.RELAYING
-        self.exchange.relay_begins(head, stream=self._stream)
+        self.exchange.relay_begins(head, stream=self._stream, more=more)
 
     def _switch(self, head: Head) -> None:
         """101: bytes go both ways from here on. Only what the client asked for is tunnelled."""

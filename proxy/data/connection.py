@@ -294,6 +294,11 @@ class Connection(asyncio.Protocol):
 
     # Our side
 
+    @property
+    def has_more(self) -> bool:
+        """Inside a receiver's event: whether another one follows in the same turn of the loop."""
+        return self._complete or bool(self._body)
+
     def _deliver(self) -> None:
         receiver = self.receiver
         if receiver is None:

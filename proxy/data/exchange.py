@@ -351,8 +351,14 @@ class Exchange:
 
     # To the client
 
-    def relay_begins(self, head: Head, *, stream: bool) -> None:
-        """An engine's answer goes to the client from here on, so the request will never be sent again."""
+    def relay_begins(self, head: Head, *, stream: bool, more: bool) -> None:
+        """An engine's answer goes to the client from here on, so the request will never be sent again.
+
+        Args:
+            head: its head.
+            stream: it is an event stream.
+            more: a piece of its body, or its end, follows in this turn of the loop.
+        """
         self.phase = Phase.ANSWERED
         self.body = []
         relay = self.relay
@@ -363,7 +369,7 @@ class Exchange:
             self._over(head.status)
             return
         relay.stream = stream
-        relay.begin(head)
+        relay.begin(head, more=more)
 
     def finished(self) -> None:
         """The engine's answer has gone out to its end."""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 TAIL = 512
 """Bytes of the end of an answer kept where only the end of the connection delimits it."""
 
+JOINED = 16_384
+"""Bytes below which a piece waits for the next one of the same turn: copying them costs less than a system call."""
+
 
 class Relay:
     """Writes one answer.
@@ -33,7 +36,7 @@ class Relay:
         bytes_out: bytes of body written.
     """
 
-    __slots__ = ("_chunked", "_delimited", "_exchange", "_tail", "begun", "bytes_out", "pinging", "stream")
+    __slots__ = ("_chunked", "_delimited", "_exchange", "_tail", "_unsent", "begun", "bytes_out", "pinging", "stream")
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -44,9 +47,16 @@ class Relay:
         self.begun = False
         self.pinging = False
         self.bytes_out = 0
+        self._unsent = b""
 
-    def begin(self, head: Head) -> None:
-        """Pass on the head of an engine's answer."""
+    def begin(self, head: Head, *, more: bool = False) -> None:
+        """Pass on the head of an engine's answer.
+
+        Args:
+            head: the head.
+            more: a call of `data` or `end` follows in this turn of the loop: what is small waits for it, so that both
+                leave in one system call.
+        """
         exchange = self._exchange
         request = exchange.head
         no_body = request.method == b"HEAD" or head.status in (204, 304)
@@ -62,7 +72,7 @@ class Relay:
         if self.stream:
             # nginx buffers an event stream unless it is told not to.
             fields.append((b"X-Accel-Buffering", b"no"))
-        self._head(head.status, head.reason, fields, has_id=has_id)
+        self._head(head.status, head.reason, fields, has_id=has_id, more=more)
 
     def switch(self, head: Head) -> None:
         """Pass on a 101 to WebSocket (RFC 6455 section 4.2.2)."""
@@ -83,7 +93,15 @@ class Relay:
             self._head(200, b"OK", fields)
         self.write(b": held\n\n")
 
-    def _head(self, status: int, reason: bytes, fields: list[tuple[bytes, bytes]], *, has_id: bool = False) -> None:
+    def _head(
+        self,
+        status: int,
+        reason: bytes,
+        fields: list[tuple[bytes, bytes]],
+        *,
+        has_id: bool = False,
+        more: bool = False,
+    ) -> None:
         exchange = self._exchange
         client = exchange.client
         plane = exchange.plane
@@ -104,21 +122,27 @@ class Relay:
         self.begun = True
         client.answer_begun()
         plane.stats.first_byte_seconds.observe(client.loop.time() - exchange.started)
-        client.write(b"".join(parts))
+        self._out(b"".join(parts), more=more)
 
-    def data(self, data: bytes) -> None:
-        """Pass on a piece of the body."""
+    def data(self, data: bytes, *, more: bool = False) -> None:
+        """Pass on a piece of the body; ``more`` as in `begin`."""
         if not self._delimited:
             self._tail = (self._tail + data)[-TAIL:]
         elif self.stream:
             self._tail = data[-4:] if len(data) >= 4 else (self._tail + data)[-4:]
-        self.write(data)
+        self.write(data, more=more)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, *, more: bool = False) -> None:
         """Write a piece of the body, framed."""
         self.bytes_out += len(data)
-        if self._chunked:
-            self._exchange.client.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._out(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data, more=more)
+
+    def _out(self, data: bytes, *, more: bool) -> None:
+        if self._unsent:
+            data = self._unsent + data
+            self._unsent = b""
+        if more and len(data) < JOINED:
+            self._unsent = data
         else:
             self._exchange.client.write(data)
 
@@ -133,11 +157,15 @@ class Relay:
     def end(self) -> None:
         """The answer is whole."""
         if self._chunked:
-            self._exchange.client.write(b"0\r\n\r\n")
+            self._out(b"0\r\n\r\n", more=False)
+        elif self._unsent:
+            self._out(b"", more=False)
 
     def cut(self, message: str, *, code: str, status: int) -> None:
         """The answer broke off: say so in the stream's own protocol where one has begun, then cut the connection."""
         exchange = self._exchange
+        if self._unsent:
+            self._out(b"", more=False)
         if not self.stream or not (self._chunked or not self._delimited):
             # JSON, or a stream of a stated length, which more bytes could make look complete.
             exchange.client.cut(hard=True)
