@@ -1,0 +1,28 @@
+# The launcher under fire, Ray on a local cluster of several nodes, and the Kubernetes manifests.
+
+# RESTART_ENGINE=vllm shows it on real engines (some five minutes on two cores); more as RESTART_ARGS="--story restore".
+RESTART_ENGINE ?= sim
+RESTART_ARGS ?=
+RAY_BIN := .ray/bin
+RAY_VERSION := 2.60.0
+
+ifeq ($(RESTART_ENGINE),vllm)
+RESTART_NEEDS := engine model
+endif
+
+.PHONY: show-restart ray ray-test
+
+show-restart: $(VENV)/.stamp $(RESTART_NEEDS) ## kill -9 of an engine and a rolling restart under load, with the time line
+	$(BIN)/python -m tests.scenarios.launcher.restart --kind $(RESTART_ENGINE) $(RESTART_ARGS)
+
+.ray/.stamp: pyproject.toml requirements/dev.lock scripts/launcher.mk
+	test -x $(RAY_BIN)/python || $(PYTHON) -m venv .ray
+	$(RAY_BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.lock
+	$(RAY_BIN)/python -m pip install --quiet --disable-pip-version-check "ray==$(RAY_VERSION)"
+	$(RAY_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+ray: .ray/.stamp ## an environment with Ray (.ray)
+
+ray-test: ray ## engines on a local Ray cluster of several nodes, one of which is killed
+	$(RAY_BIN)/python -m pytest tests/scenarios/launcher/test_ray.py
