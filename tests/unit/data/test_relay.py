@@ -1,0 +1,194 @@
+"""An answer on its way to a client: framing, joined writes, and how it breaks off."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from proxy.core.framing import RequestHead
+from proxy.data.connection import Head
+from proxy.data.relay import JOINED, Relay
+
+
+class Client:
+    """A client connection that only remembers."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.cuts: list[bool] = []
+        self.keeps = True
+        self.loop = SimpleNamespace(time=lambda: 1.0)
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+    def cut(self, *, hard: bool = False) -> None:
+        self.cuts.append(hard)
+
+    def keeps_alive(self, request: Any) -> bool:
+        return self.keeps
+
+    def answer_begun(self) -> None:
+        pass
+
+
+def rig(*, method: bytes = b"POST", http11: bool = True, path: bytes = b"/v1/completions") -> tuple[Relay, Client]:
+    client = Client()
+    exchange: Any = SimpleNamespace(
+        client=client,
+        head=RequestHead(method, path, path, http11, []),
+        generation=True,
+        engine=SimpleNamespace(id="e1"),
+        version=b"v7",
+        attempts=2,
+        id_bytes=b"id",
+        started=0.5,
+        plane=SimpleNamespace(stats=SimpleNamespace(first_byte_seconds=SimpleNamespace(observe=lambda _: None))),
+    )
+    return Relay(exchange), client
+
+
+def head(*, length: int | None = None, chunked: bool = False, status: int = 200) -> Head:
+    return Head(status, b"OK", [(b"X-A", b"1")], length, chunked, keep_alive=True)
+
+
+def test_an_answer_with_a_length_keeps_it() -> None:
+    relay, client = rig()
+    relay.begin(head(length=5))
+    relay.data(b"hello")
+    relay.end()
+    fields = b"X-A: 1\r\nContent-Length: 5\r\nX-Fleetgate-Engine: e1\r\nX-Fleetgate-Weight-Version: v7\r\n"
+    fields += b"X-Fleetgate-Attempts: 2\r\nX-Request-Id: id\r\n"
+    assert client.writes == [b"HTTP/1.1 200 OK\r\n" + fields + b"\r\n", b"hello"]
+    assert relay.whole()
+    assert relay.bytes_out == 5
+
+
+def test_a_chunked_answer_is_framed_anew() -> None:
+    relay, client = rig()
+    relay.begin(head(chunked=True))
+    relay.data(b"x" * 17)
+    relay.end()
+    assert b"Transfer-Encoding: chunked" in client.writes[0]
+    assert client.writes[1:] == [b"11\r\n" + b"x" * 17 + b"\r\n", b"0\r\n\r\n"]
+
+
+def test_what_comes_in_one_turn_leaves_in_one_write() -> None:
+    relay, client = rig()
+    relay.begin(head(chunked=True), more=True)
+    relay.data(b"hello", more=True)
+    relay.end()
+    assert len(client.writes) == 1
+    assert client.writes[0].endswith(b"\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
+
+
+def test_what_is_big_is_not_copied_to_be_joined() -> None:
+    relay, client = rig()
+    relay.begin(head(length=JOINED), more=True)
+    relay.data(b"x" * JOINED, more=True)
+    assert len(client.writes) == 1
+    relay.end()
+    assert len(client.writes) == 1
+
+
+def test_an_empty_answer_leaves_with_its_end() -> None:
+    relay, client = rig()
+    relay.begin(head(length=0), more=True)
+    assert client.writes == []
+    relay.end()
+    assert len(client.writes) == 1
+
+
+def test_what_waits_leaves_before_a_cut() -> None:
+    relay, client = rig()
+    relay.stream = True
+    relay.begin(head(chunked=True), more=True)
+    relay.cut("gone", code="engine_broken", status=502)
+    assert b"200 OK" in client.writes[0]
+    assert b"gone" in b"".join(client.writes)
+    assert client.cuts == [False]
+
+
+def test_an_old_client_gets_no_chunks() -> None:
+    relay, client = rig(http11=False)
+    client.keeps = False
+    relay.begin(head(chunked=True))
+    relay.data(b"hello")
+    relay.end()
+    assert b"Transfer-Encoding" not in client.writes[0]
+    assert b"Connection: close" in client.writes[0]
+    assert client.writes[1:] == [b"hello"]
+
+
+@pytest.mark.parametrize(("method", "status"), [(b"HEAD", 200), (b"GET", 304), (b"GET", 204)])
+def test_no_body_no_framing(method: bytes, status: int) -> None:
+    relay, client = rig(method=method)
+    relay.begin(head(length=0, status=status))
+    relay.end()
+    assert b"Content-Length" not in client.writes[0]
+    assert b"Transfer-Encoding" not in client.writes[0]
+    assert len(client.writes) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "stream", "sent", "hard"),
+    [
+        (head(length=50), False, b"{", True),
+        (head(chunked=True), False, b"{", True),
+        (head(length=50), True, b"data: {}\n\n", True),
+        (head(chunked=True), True, b"data: {}\n\n", False),
+        (head(chunked=True), True, b"data: {", False),
+        (head(), True, b"data: {}\n\n", False),
+    ],
+)
+def test_only_a_stream_without_a_length_can_say_that_it_broke_off(
+    answer: Head, stream: bool, sent: bytes, hard: bool
+) -> None:
+    relay, client = rig()
+    relay.stream = stream
+    relay.begin(answer)
+    relay.data(sent)
+    before = len(client.writes)
+    relay.cut("gone", code="engine_broken", status=502)
+    assert client.cuts == [hard]
+    said = b"".join(client.writes[before:])
+    assert (b'"error"' in said) is not hard
+    if not hard and not sent.endswith(b"\n\n"):
+        assert b"\n\ndata: " in said
+    assert not said.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("stream", "tail", "whole"),
+    [
+        (False, b'{"a":1}', True),
+        (False, b'{"a":', False),
+        (True, b"data: [DONE]\n\n", True),
+        (True, b"data: {}\n\n", False),
+    ],
+)
+def test_an_answer_that_only_its_connection_ends_is_judged_by_its_last_bytes(
+    stream: bool, tail: bytes, whole: bool
+) -> None:
+    relay, _ = rig()
+    relay.stream = stream
+    relay.begin(head())
+    for at in range(0, len(tail), 3):
+        relay.data(tail[at : at + 3])
+    assert relay.whole() is whole
+
+
+def test_the_first_ping_commits_to_a_stream_and_the_head_is_not_sent_twice() -> None:
+    relay, client = rig()
+    relay.ping()
+    relay.ping()
+    relay.begin(head(chunked=True))
+    relay.data(b"data: {}\n\n")
+    relay.end()
+    everything = b"".join(client.writes)
+    assert everything.count(b"HTTP/1.1 200") == 1
+    assert everything.count(b": held\n\n") == 2
+    assert b"text/event-stream" in client.writes[0]
+    assert everything.endswith(b"a\r\ndata: {}\n\n\r\n0\r\n\r\n")
