@@ -131,13 +131,20 @@ class Log:
         self._size = 0
 
     def write(self, data: bytes) -> None:
-        """Append ``data``."""
+        """Append ``data``; a file ends with a whole line where one ends in ``data``."""
         with contextlib.suppress(OSError):
             if self._fd < 0:
                 self._open()
-            if self._size and self._size + len(data) > self._max:
-                self._turn_over()
-            self._size += os.write(self._fd, data)
+            while data:
+                room = max(0, self._max - self._size)
+                fits = len(data) if len(data) <= room else data.rfind(b"\n", 0, room) + 1
+                if not fits and self._size:
+                    self._turn_over()
+                    continue
+                # A line longer than a whole file is cut.
+                done = os.write(self._fd, data[: fits or room])
+                self._size += done
+                data = data[done:]
 
     def _open(self) -> None:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

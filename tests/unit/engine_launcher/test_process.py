@@ -15,7 +15,7 @@ import pytest
 
 from engine_launcher.errors import LauncherError
 from engine_launcher.process import EngineProcess
-from engine_launcher.settings import EngineCommand
+from engine_launcher.settings import EngineCommand, Rotation
 
 # Like vLLM: a server with a child in a session of its own, which ignores SIGTERM and outlives its parent.
 FAMILY = """
@@ -203,3 +203,35 @@ def test_a_process_says_what_it_is(tmp_path: Path) -> None:
     assert (
         repr(EngineProcess("engine 1", command(""), tmp_path / "e.log", 1.0)) == "<EngineProcess engine 1 not started>"
     )
+
+
+async def test_a_full_log_is_turned_over_without_losing_a_line(tmp_path: Path) -> None:
+    code = "for number in range(400): print(f'line {number:04d} ' + 'x' * 90, flush=True)"
+    process = EngineProcess("e", command(code), tmp_path / "e.log", 1.0, Rotation(max_bytes=20_000, keep=5))
+    await process.start()
+    assert await process.wait() == 0
+    logs = [tmp_path / "e.log", *(tmp_path / f"e.log.{number}" for number in range(1, 6))]
+    there = [each for each in logs if each.exists()]
+    assert 2 < len(there) < 6
+    lines = [line.split()[1] for line in "".join(each.read_text() for each in reversed(there)).splitlines()]
+    assert lines == [f"{number:04d}" for number in range(400)]
+    assert all(each.stat().st_size <= 20_000 for each in there)
+    assert process.tail(1).startswith("line 0399")
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+async def test_no_more_old_logs_are_kept_than_asked_for(keep: int, tmp_path: Path) -> None:
+    code = "for number in range(200): print('x' * 99, flush=True)"
+    process = EngineProcess("e", command(code), tmp_path / "e.log", 1.0, Rotation(max_bytes=1000, keep=keep))
+    await process.start()
+    assert await process.wait() == 0
+    assert len(os.listdir(tmp_path)) == 1 + keep
+
+
+async def test_a_log_that_fails_later_does_not_stop_the_engine(tmp_path: Path) -> None:
+    code = "for number in range(3000): print('x' * 99, flush=True)"
+    (tmp_path / "e.log.1").mkdir()
+    (tmp_path / "e.log.1" / "in the way").write_text("")
+    process = EngineProcess("e", command(code), tmp_path / "e.log", 1.0, Rotation(max_bytes=1000, keep=1))
+    await process.start()
+    assert await process.wait() == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine_launcher.errors import UsageError
+from engine_launcher.restore import Checkpoint
 from engine_launcher.settings import EngineSpec
 from engine_launcher.vllm_engine import (
     RECORD,
@@ -141,3 +142,52 @@ async def test_a_python_that_cannot_import_torch_is_bad_usage_with_its_words(tmp
 async def test_the_probe_reads_the_last_line_only(tmp_path: Path) -> None:
     python = executable(tmp_path / "bin" / "python", f"#!/bin/sh\necho a banner\necho '{record(device='gpu')}'\n")
     assert (await probe(python)).device == "gpu"
+
+
+def test_an_engine_sees_its_own_gpus_and_splits_over_them() -> None:
+    command = vllm_command(spec(), GPU, 1, ("2", "3"))
+    assert value_of(command.argv, "--tensor-parallel-size") == "2"
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert command.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_gpus_named_by_id_need_no_order_and_a_given_split_stays() -> None:
+    command = vllm_command(spec("-pp", "2"), GPU, 1, ("GPU-a", "GPU-b"))
+    assert "--tensor-parallel-size" not in command.argv
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert "CUDA_DEVICE_ORDER" not in command.environment
+
+
+def test_an_order_that_the_user_has_set_stays() -> None:
+    found = vllm_environment(spec(), GPU, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "CUDA_VISIBLE_DEVICES": "0,1"}, ("1",))
+    assert (found["CUDA_DEVICE_ORDER"], found["CUDA_VISIBLE_DEVICES"]) == ("FASTEST_FIRST", "1")
+
+
+@pytest.mark.parametrize("extra", [("--api-server-count", "4"), ("--api_server_count=2",), ("-asc", "2")])
+def test_several_api_servers_in_one_engine_are_refused(extra: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match="a pause and a weight version of its own"):
+        vllm_command(spec(*extra), GPU, 1)
+
+
+def test_one_api_server_may_be_said() -> None:
+    assert vllm_command(spec("--api-server-count", "1"), GPU, 1).argv[-2:] == ("--api-server-count", "1")
+
+
+def test_adapters_can_be_loaded_where_lora_is_on() -> None:
+    variable = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+    assert vllm_environment(spec("--enable-lora"), GPU, {})[variable] == "True"
+    assert variable not in vllm_environment(spec(), GPU, {})
+    assert vllm_environment(spec("--enable-lora"), GPU, {variable: "0"})[variable] == "0"
+
+
+def test_a_restored_engine_serves_under_the_name_of_its_base(tmp_path: Path) -> None:
+    bare = Checkpoint(tmp_path, 1, {})
+    argv = vllm_command(spec(), GPU, 1, restored=bare).argv
+    assert value_of(argv, "--model") == str(tmp_path)
+    assert value_of(argv, "--served-model-name") == "/models/m"
+    assert value_of(argv, "--tokenizer") == "/models/m"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    argv = vllm_command(spec("--served-model-name", "policy"), GPU, 1, restored=bare).argv
+    assert "--tokenizer" not in argv
+    assert argv.count("--served-model-name") == 1
+    assert value_of(argv, "--served-model-name") == "policy"
