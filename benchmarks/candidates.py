@@ -1,4 +1,8 @@
-"""What is measured: fleetgate and its peers, each with one worker or thread, buffering off where there is a choice."""
+"""What is measured: fleetgate and its peers, each with one worker or thread, buffering off where there is a choice.
+
+The routers run with their own default policy, which looks at prompts (cache-aware); vllm-router also once more with
+round robin, its cheapest.
+"""
 
 from __future__ import annotations
 
@@ -181,14 +185,17 @@ def _envoy(port: int, engines: list[str], folder: Path) -> list[str]:
     return [str(PEERS / "envoy"), "-c", str(config), "--concurrency", "1", "--base-id", base, "-l", "error"]
 
 
-def _vllm_router(port: int, engines: list[str], _folder: Path) -> list[str]:
-    metrics = str(procs.free_port())
-    return [
-        str(PEERS / "vllm-router"),
-        *("--worker-urls", *engines, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"),
-        *("--log-level", "error", "--max-concurrent-requests", str(MANY), "--request-timeout-secs", "3600"),
-        *("--prometheus-port", metrics, "--prometheus-host", "127.0.0.1"),
-    ]
+def _vllm_router(*extra: str) -> Command:
+    def command(port: int, engines: list[str], _folder: Path) -> list[str]:
+        metrics = str(procs.free_port())
+        return [
+            str(PEERS / "vllm-router"),
+            *("--worker-urls", *engines, "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"),
+            *("--max-concurrent-requests", str(MANY), "--request-timeout-secs", "3600"),
+            *("--prometheus-port", metrics, "--prometheus-host", "127.0.0.1", *extra),
+        ]
+
+    return command
 
 
 def _sglang_router(port: int, engines: list[str], _folder: Path) -> list[str]:
@@ -196,7 +203,7 @@ def _sglang_router(port: int, engines: list[str], _folder: Path) -> list[str]:
     return [
         str(PEERS / "sglang-router"),
         *("launch", "--worker-urls", *engines, "--host", "127.0.0.1", "--port", str(port)),
-        *("--policy", "round_robin", "--log-level", "error", "--request-timeout-secs", "3600"),
+        *("--log-level", "error", "--request-timeout-secs", "3600"),
         *("--max-concurrent-requests", str(MANY), "--prometheus-port", metrics, "--prometheus-host", "127.0.0.1"),
     ]
 
@@ -221,7 +228,8 @@ ALL = (
     Candidate("nginx", _nginx, "nginx"),
     Candidate("haproxy", _haproxy, "haproxy"),
     Candidate("envoy", _envoy, str(PEERS / "envoy")),
-    Candidate("vllm-router", _vllm_router, str(PEERS / "vllm-router"), ONE_THREAD),
+    Candidate("vllm-router", _vllm_router(), str(PEERS / "vllm-router"), ONE_THREAD),
+    Candidate("vllm-router rr", _vllm_router("--policy", "round_robin"), str(PEERS / "vllm-router"), ONE_THREAD),
     Candidate("sglang-router", _sglang_router, str(PEERS / "sglang-router"), ONE_THREAD),
     Candidate("plain aiohttp", _plain_aiohttp, sys.executable),
 )

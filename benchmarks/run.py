@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ from scenarios import Lengths, Numbers  # noqa: E402
 FULL = ("c32", "c256", "open500", "flat", "paced100", "paced500", "fresh32", "big")
 QUICK = ("c32", "open500", "flat", "paced100")
 OPEN = (2000, 5000, 10_000)
-QUICK_PEERS = ("fleetgate", "nginx", "vllm-router")
+QUICK_PEERS = ("fleetgate", "nginx", "vllm-router", "vllm-router rr")
 GROUPS = ("traffic", "memory", "control", "scale", "restart", "workers")
 
 
@@ -210,6 +211,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run and report."""
     args = parse(arguments)
+    # Ended from outside, it still ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     run = Run(args)
     facts = machine()
     if procs.cores() < 2:
