@@ -84,8 +84,15 @@ class FanoutPath(BaseModel):
 
 
 def _comma_list(value: object) -> object:
+    """Split at commas, in the items of a list too: a flag given once with two values must not be one odd value."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, list):
+        items: list[object] = []
+        for item in value:
+            split = _comma_list(item) if isinstance(item, str) else [item]
+            items += split if isinstance(split, list) else [split]
+        return items
     return value
 
 

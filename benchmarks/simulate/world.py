@@ -14,6 +14,9 @@ from proxy.core.balancing import Balancer
 TOKENS_PER_BYTE = 16
 """A byte stands for this many tokens in what a policy sees of a prompt (of real text it is a quarter of one)."""
 
+SAMPLE_SECONDS = 0.25
+"""Simulated seconds between two looks at the imbalance."""
+
 
 @dataclass(slots=True)
 class Result:
@@ -91,8 +94,9 @@ class World:
         self._closed = False
         self._bytes: dict[object, bytes] = {}
         self._inflight = 0
-        self._peak_area = 0.0
-        self._mean_area = 0.0
+        self._sample_at = SAMPLE_SECONDS
+        self._peaks = 0.0
+        self._means = 0.0
 
     def run(self) -> Result:
         """From the first request to the last answer."""
@@ -119,16 +123,16 @@ class World:
         result.makespan = self.now
         tokens = sum(engine.prompt_tokens for engine in self.engines)
         result.hits = sum(engine.hit_tokens for engine in self.engines) / tokens
-        result.imbalance = self._peak_area / self._mean_area if self._mean_area else 1.0
+        result.imbalance = self._peaks / self._means if self._means else 1.0
         return result
 
     def _pass(self, time: float) -> None:
-        # Imbalance while there is more work to start: in the tail of a batch some engines must be idle.
-        passed = time - self.now
-        if passed > 1e-4 and self._next < len(self.trace.sessions):
-            self._peak_area += passed * max([engine.inflight / engine.weight for engine in self.eligible])
-            self._mean_area += passed * self._inflight / sum([engine.weight for engine in self.eligible])
         self.now = time
+        # Imbalance while there is more work to start: in the tail of a batch some engines must be idle.
+        if time >= self._sample_at and self._next < len(self.trace.sessions):
+            self._sample_at = time + SAMPLE_SECONDS
+            self._peaks += max([engine.inflight / engine.weight for engine in self.eligible])
+            self._means += self._inflight / sum([engine.weight for engine in self.eligible])
 
     def _at(self, time: float, kind: str, what: Any) -> None:
         self._order += 1

@@ -82,7 +82,13 @@ async def proxy_process(*engines: str, ready: int | None = None, **settings: Any
     for engine in engines:
         arguments += ["--engine", engine]
     for name, value in settings.items():
-        arguments += [f"--{name.replace('_', '-')}", str(value)]
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            arguments.append(flag)
+        else:
+            arguments += [
+                each for item in (value if isinstance(value, list) else [value]) for each in (flag, str(item))
+            ]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "proxy", *arguments, stderr=asyncio.subprocess.PIPE, limit=1 << 20
     )

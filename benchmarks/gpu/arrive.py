@@ -1,0 +1,118 @@
+"""On the GPU machine: take in one load after another, and put vLLM together once all are there. Standard library only.
+
+``python3 benchmarks/gpu/arrive.py .gpu/load-1`` for each load in any order; ``--finish N`` after the last says how many
+there must be, unpacks and installs. Everything lands in ``/tmp/gpu/site``, which goes into ``PYTHONPATH``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Final
+
+BASE: Final = Path("/tmp/gpu")
+INBOX: Final = BASE / "inbox"
+SITE: Final = BASE / "site"
+
+ENTRY_POINTS: Final = "[vllm.general_plugins]\nfleetgate_cpu_transfer = engine_launcher.cpu_transfer:register\n"
+
+
+class Joined:
+    """The pieces of an archive, read as one file."""
+
+    def __init__(self, pieces: list[Path]) -> None:
+        self._left: Iterator[Path] = iter(pieces)
+        self._current = next(self._left).open("rb")
+
+    def read(self, size: int = -1) -> bytes:
+        """At most ``size`` bytes; empty at the end of the last piece."""
+        while not (data := self._current.read(size)):
+            following = next(self._left, None)
+            if following is None:
+                return b""
+            self._current = following.open("rb")
+        return data
+
+
+def take(load: Path) -> None:
+    """Keep a load where the next transfer does not replace it."""
+    INBOX.mkdir(parents=True, exist_ok=True)
+    for each in load.iterdir():
+        shutil.copyfile(each, INBOX / each.name)
+    print(f"took {load.name}: {len(list(load.iterdir()))} files; {len(list(INBOX.iterdir()))} in all", flush=True)
+
+
+def unpack(name: str) -> str:
+    """One archive into the site; returns what it took."""
+    started = time.monotonic()
+    pieces = sorted(INBOX.glob(f"{name}*"))
+    with lzma.open(Joined(pieces)) as source, tarfile.open(fileobj=source, mode="r|") as tar:  # type: ignore[call-overload]
+        tar.extractall(SITE, filter="data")
+    return f"unpacked {name} in {time.monotonic() - started:.1f} s"
+
+
+def install(wheel: Path) -> None:
+    """A wheel is a zip; what pip would add (scripts, compiled bytes) nobody needs here."""
+    with zipfile.ZipFile(wheel) as opened:
+        for info in opened.infolist():
+            parts = info.filename.split("/")
+            if parts[0].endswith(".data"):
+                if parts[1] not in ("purelib", "platlib"):
+                    continue
+                parts = parts[2:]
+            if info.is_dir() or not parts:
+                continue
+            target = SITE.joinpath(*parts)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with opened.open(info) as source, target.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+
+
+def finish() -> None:
+    """Unpack all at once, each archive on a core of its own."""
+    SITE.mkdir(parents=True, exist_ok=True)
+    names = sorted({each.name.split(".tar.xz")[0] + ".tar.xz" for each in INBOX.glob("*.tar.xz*")})
+    wheels = sorted(INBOX.glob("*.whl"))
+    with ProcessPoolExecutor(len(names) or 1) as pool:
+        running = [pool.submit(unpack, each) for each in names]
+        for each in wheels:
+            install(each)
+        print(f"installed {len(wheels)} wheels", flush=True)
+        for each in running:
+            print(each.result(), flush=True)
+    info = SITE / "fleetgate-0.1.0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fleetgate\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+
+
+def main() -> int:
+    """Take loads, then finish."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("load", type=Path, nargs="*")
+    parser.add_argument("--finish", action="store_true")
+    args = parser.parse_args()
+    for each in args.load:
+        take(each)
+    if args.finish:
+        finish()
+        check = (
+            "import torch, transformers, vllm, aiohttp, httptools, uvloop, pydantic_settings, tenacity, orjson;"
+            "print('torch', torch.__version__, 'gpus', torch.cuda.device_count(), 'vllm', vllm.__version__,"
+            "'transformers', transformers.__version__, 'aiohttp', aiohttp.__version__, 'uvloop', uvloop.__version__)"
+        )
+        return subprocess.run([sys.executable, "-c", check], env={"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin"}).returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

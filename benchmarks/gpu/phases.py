@@ -1,0 +1,327 @@
+"""The four phases of the GPU run; each returns plain data."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+from rig import Control, Counters, Load, RunFailed, Server, Trainer, cpu_seconds, idle, quantile, say
+from stage import MODEL, Stage
+
+RAMP: Final = 4.0
+"""Seconds before a measurement begins; the rollouts start in their middle, so the load is steady at once."""
+WINDOW: Final = 12.0
+"""Seconds of one cell of the throughput table."""
+
+GOOD: Final = ("length", "stop")
+
+
+def shape(rows: list[dict[str, Any]], start: float, end: float, *, streamed: bool) -> dict[str, Any]:
+    """What clients saw of the rollouts that ended in a window."""
+    inside = [each for each in rows if start <= each["ended"] <= end and each["outcome"] != "cut"]
+    good = [each for each in inside if each["outcome"] in GOOD]
+    whole = [each["ended"] - each["started"] for each in good]
+    first = [each["first"] - each["started"] for each in rows if start <= each["first"] <= end] if streamed else []
+    errors = [each for each in rows if each["outcome"] not in (*GOOD, "cut")]
+    short = [each for each in good if each["tokens"] != each["wanted"]]
+    return {
+        "finished": len(good),
+        "errors": len(errors),
+        "error_examples": [[each["outcome"], each["detail"][:200]] for each in errors[:3]],
+        "wrong_length": len(short),
+        "ttft_p50": quantile(first, 0.5),
+        "ttft_p99": quantile(first, 0.99),
+        "rollout_p50": quantile(whole, 0.5),
+        "rollout_p99": quantile(whole, 0.99),
+        "resent": sum(each["attempts"] > 1 for each in rows),
+    }
+
+
+async def cell(
+    stage: Stage, proxy: Server | None, concurrency: int, *, stream: bool, seed: int, **plan: Any
+) -> dict[str, Any]:
+    """One cell: a steady load by one route."""
+    options = stage.options
+    ramp, window = RAMP * options.scale, WINDOW * options.scale
+    load = Load()
+    clients = min(concurrency, options.clients * (2 if concurrency > 1024 else 1))
+    urls = stage.urls if proxy is None else [proxy.url]
+    watched = {f"engine {index}": each for index, each in enumerate(stage.engines)}
+    if proxy is not None:
+        watched["proxy"] = proxy
+    try:
+        await load.start(urls, concurrency, clients, seed, stream=stream, model=MODEL, **plan)
+        async with Counters(stage.urls, stage.session) as counters:
+            await asyncio.sleep(ramp)
+            start = time.time()
+            before = {name: cpu_seconds(each.process.pid) for name, each in watched.items() if each.process}
+            pids = [each.pid for each in load.processes]
+            clients_before = sum(cpu_seconds(each) for each in pids)
+            await asyncio.sleep(window)
+            end = time.time()
+            after = {name: cpu_seconds(each.process.pid) for name, each in watched.items() if each.process}
+            client_cores = (sum(cpu_seconds(each) for each in pids) - clients_before) / (end - start)
+            await asyncio.sleep(0.6)
+        rows = await load.stop()
+    finally:
+        load.kill()
+    for each in watched.values():
+        each.check()
+    await idle(stage.urls, stage.session)
+    cores = {name: (after[name] - before[name]) / (end - start) for name in before}
+    return {
+        "route": "straight" if proxy is None else proxy.name,
+        "concurrency": concurrency,
+        "stream": stream,
+        "tokens_per_second": counters.rate(start, end),
+        "cores": cores,
+        "client_cores_each": client_cores / clients,
+        "clients": clients,
+        **shape(rows, start, end, streamed=stream),
+    }
+
+
+async def throughput(stage: Stage, sizes: list[int], save: Any) -> list[dict[str, Any]]:
+    """(a) Each load straight, through the proxy, through the proxy, straight: drift of the machine cancels."""
+    found: list[dict[str, Any]] = []
+    proxy = await stage.proxy("proxy", stage.urls)
+    await cell(stage, None, min(sizes), stream=False, seed=1)  # kernels are chosen and caches filled on first use
+    for concurrency in sizes:
+        for stream in (True, False):
+            for route in (None, proxy, proxy, None):
+                row = await cell(stage, route, concurrency, stream=stream, seed=7)
+                found.append(row)
+                say(
+                    f"a: {concurrency} {'stream' if stream else 'whole'} {row['route']}: "
+                    f"{row['tokens_per_second']:.0f} tok/s, errors {row['errors']}, cores {row['cores']}"
+                )
+                save(found)
+    return found
+
+
+async def sync(control: Control, trainer: Trainer, mode: str, seed: int, version: str) -> dict[str, Any]:
+    """One whole sync through one URL, as its trainer sees it, and what the proxy says of its parts."""
+    started = time.time()
+    await control.post(f"/pause?mode={mode}")
+    paused = time.time()
+    await trainer.ask("send", seed=seed)
+    sent = time.time()
+    await control.post("/update_weight_version", {"new_version": version})
+    await control.post("/resume")
+    ended = time.time()
+    last = (await control.get("/fleet/syncs?last=1"))["syncs"][0]
+    calls = last["calls"]
+    overhead = sum(each["overhead_seconds"] for each in calls)
+    named = {each["call"]: each["seconds"] for each in calls}
+    return {
+        "version": version,
+        "started": started,
+        "window": ended - started,
+        "pause": paused - started,
+        "send": sent - paused,
+        "engines": sum(each["seconds"] for each in calls) - overhead,
+        "proxy": overhead,
+        "calls": named,
+        "trouble": last["trouble"],
+    }
+
+
+async def syncs(
+    stage: Stage, urls: list[str], proxy: Server, trainer: Trainer, mode: str, count: int, label: str, gap: float
+) -> dict[str, Any]:
+    """(b) Syncs under load in one mode, with a stretch of the same load without any before and after."""
+    scale = stage.options.scale
+    control = Control(proxy.url, stage.session)
+    plan: dict[str, Any] = {"stream": mode != "abort", "resubmit": mode == "abort", "median": 256, "longest": 2048}
+    if mode == "wait":
+        plan |= {"median": 48, "longest": 96}  # a pause lasts as long as the longest rollout
+    load, done = Load(), []
+    try:
+        await load.start([proxy.url], stage.facts["sync_load"], stage.options.clients, 11, model=MODEL, **plan)
+        async with Counters(urls, stage.session, 0.25) as counters:
+            await asyncio.sleep(RAMP * scale)
+            quiet = time.time()
+            await asyncio.sleep(8 * scale)
+            begin = time.time()
+            for index in range(count):
+                done.append(await sync(control, trainer, mode, 1 + index % 2, f"{label}{index + 1}"))
+                await asyncio.sleep(gap * scale)
+            end = time.time()
+            await asyncio.sleep(8 * scale)
+            over = time.time()
+            await asyncio.sleep(0.6)
+        rows = await load.stop()
+    finally:
+        load.kill()
+    await idle(urls, stage.session)
+    before = counters.between(quiet, begin) / (begin - quiet)
+    after = counters.between(end + 1.0 * scale, over) / (over - end - 1.0 * scale)
+    rate = (before + after) / 2
+    made = counters.between(begin, end)
+    return {
+        "mode": mode,
+        "syncs": len(done),
+        "window": spread([each["window"] for each in done]),
+        "pause": spread([each["pause"] for each in done]),
+        "send": spread([each["send"] for each in done]),
+        "engines_own": spread([each["engines"] for each in done]),
+        "proxy_added": spread([each["proxy"] for each in done]),
+        "tokens_per_second_without": rate,
+        "without_before_and_after": [before, after],
+        "tokens_per_second_with": made / (end - begin),
+        "tokens_lost_per_sync": (rate * (end - begin) - made) / max(1, len(done)),
+        "every_seconds": (end - begin) / max(1, len(done)),
+        "trouble": [each["trouble"] for each in done if each["trouble"]],
+        "example": done[len(done) // 2]["calls"] if done else {},
+        "parts_max": max((each["parts"] for each in rows), default=0),
+        **shape(rows, begin, end, streamed=plan["stream"]),
+        "check": await check(stage, urls, proxy, trainer, 1 + (count - 1) % 2, f"{label}{count}"),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float | None]:
+    """Median, 99th percentile and longest."""
+    return {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99), "max": max(values, default=None)}
+
+
+async def check(
+    stage: Stage, urls: list[str], proxy: Server, trainer: Trainer, seed: int, version: str
+) -> dict[str, Any]:
+    """Versions and checksums of every engine, and whether its greedy tokens are those of ``transformers``."""
+    labels, sums, judged = [], [], []
+    prompt = [(7 * each + 3) % 256 for each in range(48)]
+    for url in urls:
+        engine = Control(url, stage.session)
+        labels.append((await engine.get("/weight_info"))["weight_version"])
+        sums.append((await engine.post("/weight_checker", {"action": "checksum"}))["checksums"])
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 128, "temperature": 0.0, "ignore_eos": True}
+        answer = await engine.post("/v1/completions", body | {"return_token_ids": True})
+        judged.append(await trainer.ask("judge", seed=seed, prompt=prompt, output=answer["choices"][0]["token_ids"]))
+    through = await Control(proxy.url, stage.session).post("/weight_checker", {"action": "checksum"})
+    return {
+        "versions": labels,
+        "versions_right": all(each == version for each in labels),
+        "checksums": len(sums[0]),
+        "checksums_equal": all(each == sums[0] for each in sums),
+        "proxy_says_match": through.get("match", True),
+        "greedy": judged,
+    }
+
+
+async def policies(stage: Stage, proxy: Server, trainer: Trainer, mode: str, window: float) -> dict[str, Any]:
+    """(c) Finished rollouts with a sync every few seconds, by one way of pausing."""
+    scale = stage.options.scale
+    control = Control(proxy.url, stage.session)
+    load, done = Load(), []
+    every = 5.0 * scale
+    try:
+        await load.start(
+            [proxy.url], stage.facts["sync_load"], stage.options.clients, 13, model=MODEL, stream=False, resubmit=True,
+            median=256, longest=1024,
+        )  # fmt: skip
+        async with Counters(stage.urls, stage.session) as counters:
+            await asyncio.sleep(RAMP * scale)
+            begin = time.time()
+            while time.time() < begin + window * scale - 1:
+                if mode != "none":
+                    done.append(await sync(control, trainer, mode, 1 + len(done) % 2, f"c-{mode}-{len(done) + 1}"))
+                await asyncio.sleep(every)
+            end = time.time()
+            await asyncio.sleep(0.6)
+        rows = await load.stop()
+    finally:
+        load.kill()
+    await idle(stage.urls, stage.session)
+    result = shape(rows, begin, end, streamed=False)
+    return {
+        "mode": mode,
+        "seconds": end - begin,
+        "syncs": len(done),
+        "finished_per_minute": result["finished"] / (end - begin) * 60,
+        "tokens_per_second": counters.between(begin, end) / (end - begin),
+        "window": spread([each["window"] for each in done]),
+        "asked_again": sum(each["parts"] > 1 for each in rows),
+        **result,
+    }
+
+
+async def kill(stage: Stage, proxy: Server, trainer: Trainer, version: str) -> dict[str, Any]:
+    """(d) One engine killed in the middle of streamed and whole rollouts, started again, and synced."""
+    scale = stage.options.scale
+    control = Control(proxy.url, stage.session)
+    victim = stage.engines[-1]
+    survivor_urls = stage.urls[:-1]
+    half = stage.facts["sync_load"] // 4
+    loads = [Load(), Load()]
+    states: list[tuple[float, str]] = []
+    watching = asyncio.ensure_future(watch(control, victim.url, states))
+    clients = max(1, stage.options.clients // 2)
+    try:
+        await loads[0].start([proxy.url], half, clients, 17, model=MODEL, stream=True)
+        await loads[1].start([proxy.url], half, clients, 19, model=MODEL, stream=False)
+        async with Counters(survivor_urls, stage.session, 0.25) as counters:
+            await asyncio.sleep((RAMP + 6) * scale)
+            killed = time.time()
+            victim.kill()
+            assert victim.process is not None
+            await victim.process.wait()
+            await victim.start()
+            up = asyncio.ensure_future(victim.healthy(stage.session, 240))
+            await asyncio.sleep(8 * scale)
+            one_left = counters.rate(killed + 2 * scale, time.time())
+            before = counters.rate(killed - 6 * scale, killed)
+            await up
+            healthy = time.time()
+            await asyncio.sleep(3)
+            fenced = states[-1][1] if states else "?"
+            joined = time.time()
+            await trainer.ask("init")
+            await sync(control, trainer, "keep", 1, version)
+            synced = time.time()
+            await asyncio.sleep(4 * scale)
+        rows = [row for load in loads for row in await load.stop()]
+    finally:
+        for each in loads:
+            each.kill()
+        watching.cancel()
+    await idle(stage.urls, stage.session)
+    ours = victim.url.removeprefix("http://")
+    bad = [each for each in rows if each["outcome"] not in (*GOOD, "cut")]
+    later = [(when - killed, state) for when, state in states if when >= killed]
+    ready = [when for when, state in later if state == "ready" and when > healthy - killed - 1]
+    return {
+        "rollouts": len(rows),
+        "finished": sum(each["outcome"] in GOOD for each in rows),
+        "lost_on_killed": sum(each["engine"] == ours for each in bad),
+        "lost_elsewhere": sum(each["engine"] != ours for each in bad),
+        "outcomes": sorted({f"{each['outcome']}: {each['detail'][:120]}" for each in bad}),
+        "lost_not_streamed": sum(each["first"] == 0 or not each["engine"] for each in bad),
+        "sent_again_by_proxy": sum(each["attempts"] > 1 for each in rows),
+        "seconds_to_out_of_service": later[0][0] if later else None,
+        "seconds_to_healthy_again": healthy - killed,
+        "state_when_back": fenced,
+        "seconds_init_and_sync": synced - joined,
+        "seconds_to_ready": ready[0] if ready else None,
+        "states": later,
+        "others_tokens_per_second": {"before": before, "after": one_left},
+        "used_after_ready": sum(
+            each["engine"] == ours and bool(ready) and each["started"] > killed + ready[0] for each in rows
+        ),
+        "check": await check(stage, stage.urls, proxy, trainer, 1, version),
+    }
+
+
+async def watch(control: Control, url: str, states: list[tuple[float, str]]) -> None:
+    """Note each change of an engine's state."""
+    last = ""
+    while True:
+        try:
+            fleet = await control.get("/fleet")
+            state = next((each["state"] for each in fleet["engines"] if each["url"] == url), "gone")
+        except (OSError, TimeoutError, ValueError, RunFailed):
+            state = "?"
+        if state != last:
+            states.append((time.time(), state))
+            last = state
+        await asyncio.sleep(0.02)

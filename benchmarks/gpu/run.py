@@ -1,0 +1,214 @@
+"""Run everything on the GPU machine, or with ``--sim`` on simulated engines; results are saved after every phase.
+
+``python benchmarks/gpu/run.py --gpus 2 --out DIR`` · ``--sim --scale 0.3`` tries the whole logic on a laptop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
+
+import aiohttp
+import phases
+import tables
+from rig import RunFailed, say
+from stage import Options, Stage, more_files
+
+ROOM = {"a": 150.0, "b": 120.0, "n": 120.0, "c": 120.0, "d": 100.0}
+"""Seconds that must be left before the deadline for a phase to begin."""
+
+
+class Run:
+    """One run: phases in the order asked for, each kept from taking the others down."""
+
+    def __init__(self, stage: Stage, wanted: str) -> None:
+        self.stage, self.wanted = stage, wanted
+        self.found: dict[str, Any] = {"sim": stage.options.sim, "gpus": stage.options.gpus, "model": stage.options.size}
+        self.trainer: Any = None
+
+    def save(self) -> None:
+        """Write what is there; in one step."""
+        path = self.stage.options.out / "results.json"
+        scratch = path.with_suffix(".part")
+        scratch.write_text(json.dumps(self.found, indent=1) + "\n")
+        scratch.rename(path)
+        (self.stage.options.out / "tables.md").write_text(tables.page(self.found))
+
+    def keep(self, name: str, value: Any) -> None:
+        """Book a result."""
+        self.found[name] = value
+        self.save()
+
+    async def phase(self, name: str, work: Any) -> None:
+        """Run one phase; its failure is a result too."""
+        left = self.stage.options.deadline - time.time()
+        if left < ROOM[name[0]] * min(1.0, self.stage.options.scale):
+            say(f"{name}: not begun, {left:.0f} s are left")
+            self.found.setdefault("not_run", []).append(name)
+            self.save()
+            return
+        started = time.time()
+        try:
+            await asyncio.wait_for(work(), left)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))[-3000:]
+            say(f"{name} FAILED: {text}")
+            self.found.setdefault("failed", {})[name] = text
+        self.found.setdefault("phase_seconds", {})[name] = round(time.time() - started, 1)
+        self.save()
+        say(f"{name}: {time.time() - started:.0f} s; {self.stage.options.deadline - time.time():.0f} s left")
+
+    async def throughput(self) -> None:
+        """(a)."""
+        sizes = [64, 128] if self.stage.options.sim else [512, 2048]
+        await phases.throughput(self.stage, sizes, lambda rows: self.keep("throughput", rows))
+
+    async def fleet_trainer(self) -> Any:
+        """The proxy in front of the whole fleet, and a trainer that has joined it."""
+        stage = self.stage
+        if "proxy" not in stage.spares or not stage.spares["proxy"].alive:
+            await stage.proxy("proxy", stage.urls)
+        if self.trainer is not None and self.trainer.alive:
+            return stage.spares["proxy"], self.trainer
+        devices = list(range(stage.options.gpus))
+        url = stage.spares["proxy"].url
+        try:
+            trainer = await stage.trainer("trainer", stage.backend, url, devices)
+            await trainer.ask("init")
+            await trainer.ask("send", seed=0)
+        except RunFailed as error:
+            if stage.backend != "ipc":
+                raise
+            say(f"ipc does not work here, so the CPU backend is used: {error}")
+            self.found["ipc_failed"] = str(error)[:3000]
+            await stage.drop("trainer")
+            stage.backend = "fleetgate_cpu"
+            again = [stage.engine(f"{each.name}-cpu", gpu, stage.backend) for gpu, each in enumerate(stage.engines)]
+            for each in stage.engines:
+                each.kill()
+            stage.engines = again
+            for each in again:
+                await each.start()
+            await asyncio.gather(*(each.healthy(stage.session, 240) for each in again))
+            await stage.proxy("proxy", stage.urls)
+            trainer = await stage.trainer("trainer", stage.backend, stage.spares["proxy"].url, [0])
+            await trainer.ask("init")
+            await trainer.ask("send", seed=0)
+        self.trainer = trainer
+        self.found["backend"] = stage.backend
+        return stage.spares["proxy"], trainer
+
+    async def syncs(self) -> None:
+        """(b) Both engines through one URL."""
+        proxy, trainer = await self.fleet_trainer()
+        await self.rounds("syncs", self.stage.urls, proxy, trainer, ["keep", "abort", "wait"])
+
+    async def nccl(self) -> None:
+        """(b) Over NCCL: the trainer on GPU 0, engines on all others."""
+        stage = self.stage
+        urls = [each.url for name, each in stage.spares.items() if name.startswith("nccl-")]
+        proxy = await stage.proxy("proxy-nccl", urls)
+        trainer = await stage.trainer("trainer-nccl", "nccl", proxy.url, [0])
+        try:
+            await trainer.ask("init")
+            await trainer.ask("send", seed=0)
+            await self.rounds("syncs_nccl", urls, proxy, trainer, ["keep", "abort"])
+        finally:
+            await stage.drop("trainer-nccl")
+            await stage.drop("proxy-nccl")
+
+    async def rounds(self, name: str, urls: list[str], proxy: Any, trainer: Any, modes: list[str]) -> None:
+        """One mode after another."""
+        count = max(3, round(50 * min(1.0, self.stage.options.scale)))
+        if self.stage.backend == "fleetgate_cpu" and name == "syncs":
+            count = min(count, 15)
+        for mode in modes:
+            gap = 0.5 if mode == "wait" else 1.2
+            row = await phases.syncs(self.stage, urls, proxy, trainer, mode, count, f"{name}-{mode}-", gap)
+            self.found.setdefault(name, []).append(row)
+            self.save()
+            say(f"{name} {mode}: window {row['window']}, engines {row['engines_own']}, errors {row['errors']}")
+
+    async def policies(self) -> None:
+        """(c)."""
+        proxy, trainer = await self.fleet_trainer()
+        for mode in ("keep", "abort", "wait", "none"):
+            row = await phases.policies(self.stage, proxy, trainer, mode, 30 if mode == "none" else 50)
+            self.found.setdefault("policies", []).append(row)
+            self.save()
+            say(f"c: {mode}: {row['finished_per_minute']:.0f} rollouts/min, errors {row['errors']}")
+
+    async def kill(self) -> None:
+        """(d)."""
+        proxy, trainer = await self.fleet_trainer()
+        self.keep("kill", await phases.kill(self.stage, proxy, trainer, "after-kill"))
+
+    async def all(self) -> None:
+        """Everything that was asked for."""
+        works = {
+            "a": ("a throughput", self.throughput),
+            "b": ("b syncs", self.syncs),
+            "n": ("n syncs over nccl", self.nccl),
+            "c": ("c ways of pausing", self.policies),
+            "d": ("d engine killed", self.kill),
+        }
+        for each in self.wanted:
+            if each == "n" and self.stage.options.gpus < 2:
+                continue
+            await self.phase(*works[each])
+
+
+async def main() -> int:
+    """Raise the engines, run the phases, end everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sim", action="store_true")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--phases", default="abncd")
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--size", default="0.7b")
+    parser.add_argument("--seconds", type=float, default=1100.0, help="all of it must have ended by then")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/gpu/work"))
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--sync-load", type=int, default=512)
+    args = parser.parse_args()
+    more_files()
+    for each in (args.out, args.work):
+        each.mkdir(parents=True, exist_ok=True)
+    options = Options(args.sim, args.gpus, args.out.absolute(), args.scale, args.size, time.time() + args.seconds)
+    options.work, options.clients = args.work.absolute(), args.clients
+    # No limit of connections: counters and control calls must never wait for one another.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        stage = Stage(options, session)
+        stage.facts["sync_load"] = args.sync_load
+        run = Run(stage, args.phases)
+        try:
+            run.keep("date", time.strftime("%Y-%m-%d"))
+            run.keep("versions", stage.versions())
+            await asyncio.wait_for(stage.raise_engines(), args.seconds)
+            run.keep("facts", stage.facts)
+            await run.all()
+        except (RunFailed, TimeoutError, OSError) as error:
+            run.found.setdefault("failed", {})["run"] = str(error)[-3000:]
+            say(f"FAILED: {error}")
+            return 1
+        finally:
+            with contextlib.suppress(Exception):
+                run.save()
+            stage.end()
+    say("done")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
