@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from proxy.core.framing import RequestHead
-from proxy.errors import BodyTooLarge, FleetgateError, SlowClient
+from proxy.data.gathered import Gathered
 
 if TYPE_CHECKING:
     from proxy.data.front import Front
@@ -115,62 +115,14 @@ class _Lent(asyncio.Transport):
         """Likewise."""
 
 
-class Handed:
-    """One request on its way through aiohttp. The interface is `proxy.data.front.Inbound`."""
+class Handed(Gathered):
+    """One request on its way through aiohttp."""
 
     def __init__(self, side: WebSide, client: Front, head: RequestHead, *, limit: int) -> None:
-        self.head = head
-        self.body_done = not head.has_body
+        super().__init__(client, head, limit=limit)
         self._side = side
-        self._client = client
-        self._limit = limit
-        self._body: list[bytes] = []
-        self._size = 0
-        self._begun = False
-        self._over = False
         self._protocol: asyncio.Protocol | None = None
         self._lent: _Lent | None = None
-
-    def __repr__(self) -> str:
-        return f"<Handed {self.head.method.decode()} {self.head.path.decode('latin-1')}>"
-
-    def begin(self) -> None:
-        """It is this request's turn."""
-        self._begun = True
-        if self.body_done:
-            self._hand_over()
-
-    def body_data(self, data: bytes) -> None:
-        """A piece of the body."""
-        if self._over:
-            return
-        self._size += len(data)
-        if self._size > self._limit:
-            raise BodyTooLarge(f"the body of a control call is over {self._limit} bytes")
-        self._body.append(data)
-
-    def body_end(self) -> None:
-        """The body is whole."""
-        self.body_done = True
-        if self._begun and self._protocol is None:
-            self._hand_over()
-
-    def client_slow(self) -> None:
-        """The body stopped coming."""
-        self.refused(SlowClient("the body of a control call did not arrive in time"))
-
-    def refused(self, error: FleetgateError) -> None:
-        """The rest of the request is refused; aiohttp never saw it."""
-        if not self._over:
-            self._over = True
-            self._client.send_error(error, self)
-            self._client.request_done(self)
-
-    def crashed(self) -> None:
-        """A bug: the client gets a cut, never silence."""
-        _log.exception("a call could not be handed over")
-        self._over = True
-        self._client.abort()
 
     def client_writable(self, writable: bool) -> None:
         """Back-pressure goes on to aiohttp."""
@@ -180,29 +132,16 @@ class Handed:
             else:
                 self._protocol.pause_writing()
 
-    def client_gone(self) -> None:
-        """The client went away: aiohttp cancels the handler."""
-        self._over = True
-        self._end(ConnectionResetError("the client went away"))
-
-    def _hand_over(self) -> None:
+    def pass_on(self, body: bytes) -> None:
+        """Give the request to a fresh aiohttp protocol that writes into the client's transport."""
         transport = self._client.transport
-        if self._over or transport is None:
+        if transport is None:
             return
         self._protocol = protocol = self._side.protocol(self)
         self._client.answer_begun()
         self._lent = _Lent(transport)
         protocol.connection_made(self._lent)
-        body = b"".join(self._body)
-        self._body = []
-        head = self.head
-        lines = [head.method, b" ", head.target, b" HTTP/1.1\r\nHost: ", head.host or b"localhost", b"\r\n"]
-        for name, value in head.fields:
-            lines += (name, b": ", value, b"\r\n")
-        if head.chunked or head.length is not None:
-            lines.append(b"Content-Length: %d\r\n" % len(body))
-        lines.append(b"\r\n")
-        protocol.data_received(b"".join(lines) + body)
+        protocol.data_received(self.plain_request(body))
 
     def answered(self) -> None:
         """Aiohttp wrote the whole answer; let its task reach its rest before it is ended."""
@@ -213,6 +152,10 @@ class Handed:
     def _done(self) -> None:
         self._end(None)
         self._client.request_done(self)
+
+    def drop(self) -> None:
+        """Aiohttp cancels the handler."""
+        self._end(ConnectionResetError("the client went away"))
 
     def _end(self, error: Exception | None) -> None:
         protocol, self._protocol = self._protocol, None

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING
 
 from proxy.core.failures import Failure, Kind
 from proxy.core.framing import HOP_BY_HOP, RequestHead
+from proxy.data.gathered import Gathered
 from proxy.data.upstream import ConnectFailedError, Connection, Head, Upstream
-from proxy.errors import BodyTooLarge, EngineUnreachable, FleetgateError, SlowClient
+from proxy.errors import Conflict
 from proxy.tasks import spawn
 
 if TYPE_CHECKING:
     from proxy.data.front import Front
 
-_log = logging.getLogger("fleetgate.workers")
 _DROPPED = HOP_BY_HOP | {b"content-length"}
 
 
@@ -40,66 +39,18 @@ class DirectorUpstream(Upstream):
         return connection
 
 
-class Passed:
-    """One request on its way to the director. The interfaces are `Inbound` and `Receiver`."""
+class Passed(Gathered):
+    """One request on its way to the director, and its answer back."""
 
     def __init__(self, upstream: DirectorUpstream, client: Front, head: RequestHead, *, limit: int) -> None:
-        self.head = head
-        self.body_done = not head.has_body
+        super().__init__(client, head, limit=limit)
         self._upstream = upstream
-        self._client = client
-        self._limit = limit
-        self._body: list[bytes] = []
-        self._size = 0
-        self._begun = False
-        self._over = False
         self._answering = False
         self._chunked = False
         self._task: asyncio.Task[None] | None = None
         self._connection: Connection | None = None
 
-    def __repr__(self) -> str:
-        return f"<Passed {self.head.method.decode()} {self.head.path.decode('latin-1')}>"
-
     # From the client
-
-    def begin(self) -> None:
-        """It is this request's turn."""
-        self._begun = True
-        if self.body_done:
-            self._pass_on()
-
-    def body_data(self, data: bytes) -> None:
-        """A piece of the body."""
-        self._size += len(data)
-        if self._size > self._limit:
-            raise BodyTooLarge(f"the body of a control call is over {self._limit} bytes")
-        self._body.append(data)
-
-    def body_end(self) -> None:
-        """The body is whole."""
-        self.body_done = True
-        if self._begun and self._task is None:
-            self._pass_on()
-
-    def client_slow(self) -> None:
-        """The body stopped coming."""
-        self.refused(SlowClient("the body of a control call did not arrive in time"))
-
-    def refused(self, error: FleetgateError) -> None:
-        """It cannot be answered by the director."""
-        if not self._over:
-            self._over = True
-            self._drop()
-            self._client.send_error(error, self)
-            self._client.request_done(self)
-
-    def crashed(self) -> None:
-        """A bug: the client gets a cut, never silence."""
-        _log.exception("a call could not be passed on")
-        self._over = True
-        self._drop()
-        self._client.abort()
 
     def client_writable(self, writable: bool) -> None:
         """Back-pressure."""
@@ -109,42 +60,32 @@ class Passed:
             else:
                 self._connection.pause_reading()
 
-    def client_gone(self) -> None:
-        """The client went away; the director goes on with the call and keeps its outcome."""
-        self._over = True
-        self._drop()
-
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """The director goes on with the call and keeps its outcome."""
         if self._task is not None:
             self._task.cancel()
         if self._connection is not None:
             self._connection.detach()
             self._connection = None
 
-    def _pass_on(self) -> None:
-        self._task = spawn(self._send(), name="pass on")
+    def pass_on(self, body: bytes) -> None:
+        """Connect to the director and send."""
+        self._task = spawn(self._send(body), name="pass on")
 
-    async def _send(self) -> None:
+    async def _send(self, body: bytes) -> None:
         try:
             connection = await self._upstream.connect()
         except ConnectFailedError as error:
-            self.refused(EngineUnreachable(error.failure.detail))
+            self._task = None
+            self.refused(Conflict(error.failure.detail))
             return
+        self._task = None
         if self._over:
             connection.abort()
             return
         self._connection = connection
-        head = self.head
-        body = b"".join(self._body)
-        self._body = []
-        lines = [head.method, b" ", head.target, b" HTTP/1.1\r\nHost: ", head.host or b"localhost", b"\r\n"]
-        for name, value in head.fields:
-            lines += (name, b": ", value, b"\r\n")
-        lines += (b"X-Forwarded-For: ", self._client.peer, b"\r\nConnection: close\r\n")
-        if head.chunked or head.length is not None:
-            lines.append(b"Content-Length: %d\r\n" % len(body))
-        lines.append(b"\r\n")
-        connection.send(self, b"".join(lines) + body, bodyless_answer=head.method == b"HEAD")
+        extra = b"X-Forwarded-For: %b\r\nConnection: close\r\n" % self._client.peer
+        connection.send(self, self.plain_request(body, extra), bodyless_answer=self.head.method == b"HEAD")
 
     # From the director
 
@@ -186,7 +127,7 @@ class Passed:
             self._client.cut(hard=True)
             self._client.request_done(self)
         else:
-            self.refused(EngineUnreachable(f"the director did not answer: {failure.detail}"))
+            self.refused(Conflict(f"the director did not answer: {failure.detail}"))
 
     def on_crash(self) -> None:
         """A bug in one of these."""
