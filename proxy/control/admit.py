@@ -76,6 +76,10 @@ class Admission:
         """What the rules say now."""
         return judge(self.facts(engine))
 
+    def fits(self, engine: Engine) -> bool:
+        """Whether it holds the fleet's weights, as far as the rules can tell."""
+        return self.verdict(engine).decision is Decision.ADMIT
+
     # Votes at start
 
     def count_votes(self) -> None:

@@ -21,6 +21,7 @@ from proxy.control.asked import JSON_HEADERS, Asked, Reply, limit_of, reply_merg
 from proxy.control.fanout import Shot, fire
 from proxy.control.groups import Fan, Groups
 from proxy.core import ranks
+from proxy.core.admission import DEFAULT
 from proxy.core.calls import CALLS
 from proxy.core.lifecycle import Round
 from proxy.core.merge import UNCERTAIN, Leg, Merged, Outcome, merge
@@ -243,6 +244,7 @@ class Updates:
         if wanted is not None:
             todo = engines if label is None else await self._not_showing(engines, wanted)
             labelled = await asyncio.gather(*(self._label_one(engine, wanted) for engine in todo))
+            labelled = await self._only_same(todo, labelled)
             unlabelled = [leg for leg in labelled if not leg.ok and leg.outcome is not Outcome.MISSING]
             if any(leg.outcome is Outcome.MISSING for leg in labelled) and label is None:
                 wanted = None  # servers that know no labels: the number of the update has to do
@@ -258,6 +260,22 @@ class Updates:
                 self._admission.failed(engine, "/update_weight_version", "its new weights got no label", taint=False)
         merged = Merged(424, b"", failed=tuple(unlabelled))
         return reply_merged(asked.call, merged, unlabelled, note=". The weights were taken, but not labelled there")
+
+    async def _only_same(self, engines: Sequence[Engine], legs: Sequence[Leg]) -> list[Leg]:
+        """A label that reached a process which replaced the one with the weights speaks for weights it lacks.
+
+        It is taken back, so that it deceives nobody after a restart of the proxy, and the leg counts as failed.
+        """
+        boots = [engine.boot for engine in engines]
+        same = await asyncio.gather(*(self._prober.is_same(engine) for engine in engines))
+        out: list[Leg] = []
+        for engine, boot, ok, leg in zip(engines, boots, same, legs, strict=True):
+            if not leg.ok or (ok and engine.boot == boot):
+                out.append(leg)
+                continue
+            await self._label_one(engine, DEFAULT)
+            out.append(replace(leg, outcome=Outcome.DIED, status=None, detail="its process was replaced meanwhile"))
+        return out
 
     async def _not_showing(self, engines: Sequence[Engine], label: str) -> list[Engine]:
         """Engines that finished but do not show the label: older servers ignore it in a finish."""
@@ -285,16 +303,15 @@ class Updates:
         """
         call = asked.call
         fleet = self._fleet
-        engines = [
-            engine
-            for engine in self._groups.living()
-            if engine.plain or (not engine.tainted and (fleet.pristine or engine.epoch == fleet.epoch))
-        ] or self._groups.living()
+        living = self._groups.living()
+        engines = [engine for engine in living if engine.plain or self._admission.fits(engine)]
         if not engines:
-            raise Conflict(f"{call.path}: no engine is alive; wait until GET /health answers 200")
+            why = "; ".join(f"{engine.id}: {engine.reason}" for engine in living) or "no engine is alive"
+            raise Conflict(f"{call.path}: no engine holds weights that the label could speak for ({why})")
         boots = {engine: engine.boot for engine in engines}
         shot = asked.shot(limit_of(self._settings, asked))
         legs = await self._fan(asked, [(engine, shot) for engine in engines], fire)
+        legs = await self._only_same(engines, legs)
         merged = merge(call, legs)
         body = ranks.parse(asked.body)
         version = body.get("new_version") if isinstance(body, dict) else None

@@ -22,7 +22,7 @@ from proxy.config import Settings
 from proxy.core.admission import UNKNOWN_EPOCH
 from proxy.core.engine_state import Event, State
 from proxy.core.failures import Kind
-from proxy.core.identity import Look, restarted, start_time
+from proxy.core.identity import START_TIME_SLACK, Look, restarted, start_time
 from proxy.data.upstream import Answer, FetchError
 from proxy.fleet.engine import Engine
 from proxy.fleet.pause_watch import PauseWatch
@@ -148,6 +148,18 @@ class Prober:
             return False
         self.suspect(engine, f"/health answers {answer.status}")
         return True
+
+    async def is_same(self, engine: Engine) -> bool:
+        """Whether the process that answers now is the one that is known; one that shows no start time is trusted."""
+        if engine.start_time is None:
+            return True
+        answer = await self._get(engine, "/metrics")
+        found = start_time(answer.body) if answer is not None and answer.status == 200 else None
+        if found is None or abs(found - engine.start_time) <= START_TIME_SLACK:
+            return True
+        self.suspect(engine, "its process start time changed")
+        await self.identify(engine)
+        return False
 
     async def is_paused(self, engine: Engine) -> bool:
         """A quick look whether generation is paused there; no answer counts as no."""

@@ -226,3 +226,30 @@ async def test_wrong_answers_to_small_questions_are_no_answers():
         assert fleet.states() == ["starting"]
         mock.heal()
         await fleet.until_state(0, "ready")
+
+
+async def test_a_process_that_was_replaced_between_finish_and_label_gets_none():
+    async with rig(2, probe_interval=30) as fleet:
+        await fleet.sync("w1", "v1")
+        await fleet.call("/start_weight_update")
+        await fleet.call("/update_weights", json=UPDATE)
+        fleet.engines[1].fail("/finish_weight_update", "slow", seconds=0.3)
+        finish = asyncio.ensure_future(fleet.call("/finish_weight_update", status=424))
+        await fleet.until(lambda: fleet.seen("/finish_weight_update") == [2, 2])
+        fleet.engines[1].start_time += 100
+        data = await finish
+        assert "replaced" in data["message"]
+        assert [mock.version for mock in fleet.engines] == ["u1", "default"]
+        await fleet.until(lambda: fleet.states() == ["ready", "fenced"])
+
+
+async def test_a_label_does_not_end_a_tie_or_reach_other_weights():
+    async with rig(engines=[MockEngine(version="v1"), MockEngine(version="v2")]) as fleet:
+        data = await fleet.call("/update_weight_version", json={"new_version": "v3"}, status=409)
+        assert "tied" in data["error"]["message"]
+        assert [mock.version for mock in fleet.engines] == ["v1", "v2"]
+    engines = [MockEngine(version="v1"), MockEngine(version="v1"), MockEngine(version="v0", weights="old")]
+    async with rig(engines=engines) as fleet:
+        await fleet.call("/update_weight_version", json={"new_version": "v1-final"})
+        assert [mock.version for mock in fleet.engines] == ["v1-final", "v1-final", "v0"]
+        assert fleet.states() == ["ready", "ready", "fenced"]
