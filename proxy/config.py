@@ -235,6 +235,9 @@ class Settings(BaseSettings):
     engine_idle: float = Field(
         2.0, ge=0, description="Seconds an idle engine connection is kept (vLLM closes at 5); 0: none is kept."
     )
+    down_timeout: float = Field(
+        30.0, ge=0, description="Seconds that an engine is down until requests it has are given up; 0: never."
+    )
     max_inflight: int = Field(0, ge=0, description="Requests at one engine at once; 0: no limit.")
     peek_limit: int = Field(64 << 10, ge=1024, description="Bytes of a first event or error body looked at.")
     response_header_limit: int = Field(64 << 10, ge=1024, description="Bytes of an engine's response head.")

@@ -186,11 +186,17 @@ class Attempt:
                 self._timer = exchange.client.loop.call_later(left, self._silent)
                 return
             failure = Failure(Kind.CUT, f"no further answer byte within {limit:g} s")
+        self.give_up(failure)
+
+    def give_up(self, failure: Failure) -> None:
+        """The engine will not go on with this, though its connection does not say so."""
+        if self.stage in (Stage.CONNECTING, Stage.OVER):
+            return
         self._release_connection()
         try:
             self.on_failure(failure)
         except Exception:
-            exchange.crashed()
+            self.exchange.crashed()
 
     # From the engine
 

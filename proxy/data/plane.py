@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from proxy.config import Policy, Settings
 from proxy.core.balancing import Balancer, ConsistentHash, LeastInflight, PowerOfTwo, Prefix, RoundRobin, Sticky
 from proxy.core.balancing.keys import prompt_of, session_of, session_pattern
+from proxy.core.engine_state import State
+from proxy.core.failures import Failure, Kind
 from proxy.core.framing import Limits
 from proxy.core.retry import Backoff, Budget
 from proxy.data.gate import Gate
@@ -249,11 +251,27 @@ class DataPlane:
 
     def _on_event(self, kind: str, details: dict[str, Any]) -> None:
         """Tell the policy whose caches are gone."""
-        if kind == "engine_restarted":
+        if kind == "engine_state":
+            if details["state"] == State.DOWN and self.settings.down_timeout and len(self.tracker):
+                loop = asyncio.get_running_loop()
+                loop.call_later(self.settings.down_timeout, self._give_up, self.fleet.engines[details["engine"]])
+        elif kind == "engine_restarted":
             self.balancer.forget(details["engine"])
         elif kind == "control_call" and _clears_caches(details["call"], details.get("query")):
             for engine in details["legs"]:
                 self.balancer.emptied(engine)
+
+    def _give_up(self, engine: Engine) -> None:
+        """An engine has been down for long: what it still has is lost, although its connections may never say so.
+
+        A process that is stopped, or a machine behind a broken network, keeps its connections open and silent.
+        """
+        limit = self.settings.down_timeout
+        if engine.state is State.DOWN and self.fleet.clock() - engine.since >= limit * 0.99:
+            for exchange in self.tracker.all():
+                attempt = exchange.attempt
+                if attempt is not None and attempt.engine is engine:
+                    attempt.give_up(Failure(Kind.LOST, f"the engine has been down for {limit:g} s"))
 
     def others_left(self, tried: Iterable[Engine], *, generation: bool) -> bool:
         """Whether an engine could take the request that has not been tried yet."""

@@ -157,7 +157,17 @@ class WorkerProcess:
             if engine.version is not None and item["suspect"] and not engine.suspect:
                 # What an idle connection leads to is not known any more.
                 engine.upstream.drop_idle()
+            before = engine.state
             apply_engine(engine, item, self.watch.claims.get(engine.id, 0))
+            if engine.state is not before:
+                engine.since = self.loop.time()
+                self.fleet.emit(
+                    "engine_state",
+                    engine=engine.id,
+                    before=str(before),
+                    state=str(engine.state),
+                    reason=engine.reason,
+                )
         self.fleet.refresh()
         if self.server is None:
             self.server = WorkerServer(

@@ -354,3 +354,49 @@ async def test_a_stale_connection_never_costs_a_big_body() -> None:
                 await client.send(post("/v1/completions", big))
                 assert (await client.reply()).status == 200
                 await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_stays_down_with_open_connections_gives_its_requests_up() -> None:
+    """Stopped, not dead: nothing on its connections says so. Unanswered requests go elsewhere, streams are cut."""
+
+    async def stuck(wire: Wire, request: Request) -> None:
+        if b"stream" in request.body:
+            await wire.send(SSE_HEAD + chunk(b'data: {"id":1}\n\n'))
+        await wire.gone.wait()
+
+    settings = {"probe_interval": 0.1, "probe_timeout": 0.1, "probe_fall": 2, "down_timeout": 0.3}
+    async with FaultEngine(stuck) as bad, FaultEngine(reply(GOOD)) as good:
+        async with proxy_for(bad, good, policy="round_robin", **settings) as app:
+            asked = [asyncio.ensure_future(ask(app.url, post("/v1/completions", BODY))) for _ in range(10)]
+            streams = [asyncio.ensure_future(ask(app.url, post("/v1/completions", STREAM))) for _ in range(10)]
+            await eventually(lambda: len(bad.requests) == 10)
+            bad.probes = False
+            assert {one.status for one in await asyncio.wait_for(asyncio.gather(*asked), 20)} == {200}
+            cut = [one for one in await asyncio.wait_for(asyncio.gather(*streams), 20) if b'"error"' in one.body]
+            assert len(cut) == 5
+            assert not any(one.complete for one in cut)
+            await eventually(
+                lambda: bad.running == 0 or all(request.path != "/v1/completions" for request in bad.requests[10:])
+            )
+            bad.probes = True
+
+
+async def test_an_engine_that_comes_back_in_time_keeps_its_requests() -> None:
+    going = asyncio.Event()
+
+    async def slow_answer(wire: Wire, request: Request) -> None:
+        await going.wait()
+        await wire.send(GOOD)
+
+    settings = {"probe_interval": 0.1, "probe_timeout": 0.1, "probe_fall": 2, "down_timeout": 1.0}
+    async with FaultEngine(slow_answer) as engine, proxy_for(engine, **settings) as app:
+        asked = asyncio.ensure_future(ask(app.url, post("/v1/completions", BODY)))
+        await eventually(lambda: len(engine.requests) == 1)
+        engine.healthy = False
+        await eventually(lambda: str(next(iter(app.fleet)).state) == "down")
+        engine.healthy = True
+        await eventually(lambda: str(next(iter(app.fleet)).state) == "ready")
+        await asyncio.sleep(1.0)
+        going.set()
+        got = await asked
+        assert (got.status, got.field("X-Fleetgate-Attempts")) == (200, "1")
