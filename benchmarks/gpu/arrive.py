@@ -110,7 +110,9 @@ def main() -> int:
             "print('torch', torch.__version__, 'gpus', torch.cuda.device_count(), 'vllm', vllm.__version__,"
             "'transformers', transformers.__version__, 'aiohttp', aiohttp.__version__, 'uvloop', uvloop.__version__)"
         )
-        return subprocess.run([sys.executable, "-c", check], env={"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin"}).returncode
+        return subprocess.run(
+            [sys.executable, "-c", check], env={"PYTHONPATH": str(SITE), "PATH": "/usr/bin:/bin"}
+        ).returncode
     return 0
 
 

@@ -37,7 +37,7 @@ class Plan:
     stream: bool = True
     resubmit: bool = False
     """Ask again for what is missing after ``finish_reason: abort`` (answers that are not streamed)."""
-    median: int = 256
+    median: int = 192
     sigma: float = 0.9
     longest: int = 2048
     prompt: tuple[int, int] = (32, 256)
@@ -196,6 +196,9 @@ class Client:
                 raise
             except OSError as error:
                 rollout.outcome = f"{type(error).__name__}: {error}"
+                if connection is not None:
+                    rollout.first = rollout.first or connection.first
+                    rollout.engine = connection.headers.get("x-fleetgate-engine", "")
                 connection = None
             rollout.ended = time.time()
             self.rollouts.append(rollout)
@@ -236,7 +239,12 @@ class Client:
         for line in tail.split(b"\n"):
             if not line.startswith(b"data: {"):
                 continue
-            if b'"error"' in line or b'"finish_reason":"' in line or b'"usage":{' in line or b'"completion_tokens"' in line:
+            if (
+                b'"error"' in line
+                or b'"finish_reason":"' in line
+                or b'"usage":{' in line
+                or b'"completion_tokens"' in line
+            ):
                 try:
                     event = json.loads(line[6:])
                 except ValueError:

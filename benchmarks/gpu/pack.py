@@ -44,7 +44,9 @@ THERE: Final = frozenset(
 )
 """Distributions that the GPU machine's image holds, new enough for vLLM and for the proxy."""
 
-NOT_NEEDED: Final = re.compile(r"torch|triton|nvidia|intel|vllm|fleetgate|fastapi-cl|sentry|rich-toolkit|fastar|rignore")
+NOT_NEEDED: Final = re.compile(
+    r"torch|triton|nvidia|intel|vllm|fleetgate|fastapi-cl|sentry|rich-toolkit|fastar|rignore"
+)
 """Left out though missing there: torch's own set is the image's, and no server here uses FastAPI's cloud tools."""
 
 PLATFORMS: Final = [f"manylinux_2_{each}_x86_64" for each in (28, 27, 24, 26, 31, 34, 35, 17, 12, 5)] + [
@@ -101,7 +103,9 @@ def pack_vllm(wheel_path: Path, work: Path) -> list[Path]:
             parts[which].append((info.filename, info))
         for archive, members in zip(archives, parts, strict=True):
             if not archive.exists():
-                print(f"packing {archive.name}: {sum(i.file_size for _, i in members if isinstance(i, zipfile.ZipInfo)) / 1e6:.0f} MB")
+                print(
+                    f"packing {archive.name}: {sum(i.file_size for _, i in members if isinstance(i, zipfile.ZipInfo)) / 1e6:.0f} MB"
+                )
                 compress(members, wheel, archive)
     return archives
 

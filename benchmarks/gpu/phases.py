@@ -9,9 +9,9 @@ from typing import Any, Final
 from rig import Control, Counters, Load, RunFailed, Server, Trainer, cpu_seconds, idle, quantile, say
 from stage import MODEL, Stage
 
-RAMP: Final = 4.0
+RAMP: Final = 3.0
 """Seconds before a measurement begins; the rollouts start in their middle, so the load is steady at once."""
-WINDOW: Final = 12.0
+WINDOW: Final = 10.0
 """Seconds of one cell of the throughput table."""
 
 GOOD: Final = ("length", "stop")
@@ -43,7 +43,9 @@ async def cell(
 ) -> dict[str, Any]:
     """One cell: a steady load by one route."""
     options = stage.options
-    ramp, window = RAMP * options.scale, WINDOW * options.scale
+    # With more in flight each runs slower, and the window must see whole ones.
+    longer = 1.5 if concurrency > 1024 else 1.0
+    ramp, window = RAMP * longer * options.scale, WINDOW * longer * options.scale
     load = Load()
     clients = min(concurrency, options.clients * (2 if concurrency > 1024 else 1))
     urls = stage.urls if proxy is None else [proxy.url]
@@ -133,7 +135,7 @@ async def syncs(
     """(b) Syncs under load in one mode, with a stretch of the same load without any before and after."""
     scale = stage.options.scale
     control = Control(proxy.url, stage.session)
-    plan: dict[str, Any] = {"stream": mode != "abort", "resubmit": mode == "abort", "median": 256, "longest": 2048}
+    plan: dict[str, Any] = {"stream": mode != "abort", "resubmit": mode == "abort", "median": 192, "longest": 2048}
     if mode == "wait":
         plan |= {"median": 48, "longest": 96}  # a pause lasts as long as the longest rollout
     load, done = Load(), []
@@ -142,13 +144,13 @@ async def syncs(
         async with Counters(urls, stage.session, 0.25) as counters:
             await asyncio.sleep(RAMP * scale)
             quiet = time.time()
-            await asyncio.sleep(8 * scale)
+            await asyncio.sleep(6 * scale)
             begin = time.time()
             for index in range(count):
                 done.append(await sync(control, trainer, mode, 1 + index % 2, f"{label}{index + 1}"))
                 await asyncio.sleep(gap * scale)
             end = time.time()
-            await asyncio.sleep(8 * scale)
+            await asyncio.sleep(7 * scale)
             over = time.time()
             await asyncio.sleep(0.6)
         rows = await load.stop()
@@ -218,7 +220,7 @@ async def policies(stage: Stage, proxy: Server, trainer: Trainer, mode: str, win
     try:
         await load.start(
             [proxy.url], stage.facts["sync_load"], stage.options.clients, 13, model=MODEL, stream=False, resubmit=True,
-            median=256, longest=1024,
+            median=192, longest=1024,
         )  # fmt: skip
         async with Counters(stage.urls, stage.session) as counters:
             await asyncio.sleep(RAMP * scale)

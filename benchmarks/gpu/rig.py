@@ -49,7 +49,9 @@ def say(text: str) -> None:
 class Server:
     """A process in a session of its own, with a log."""
 
-    def __init__(self, name: str, argv: Sequence[str], env: dict[str, str], log_dir: Path, *, pipes: bool = False) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], env: dict[str, str], log_dir: Path, *, pipes: bool = False
+    ) -> None:
         self.name, self.argv, self.env = name, list(argv), env
         self.log = log_dir / f"{name}.log"
         self.pipes = pipes

@@ -132,7 +132,7 @@ class Run:
         if self.stage.backend == "fleetgate_cpu" and name == "syncs":
             count = min(count, 15)
         for mode in modes:
-            gap = 0.5 if mode == "wait" else 1.2
+            gap = 0.3 if mode == "wait" else 1.0
             row = await phases.syncs(self.stage, urls, proxy, trainer, mode, count, f"{name}-{mode}-", gap)
             self.found.setdefault(name, []).append(row)
             self.save()

@@ -74,6 +74,7 @@ class Stage:
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
+            "GLOO_SOCKET_IFNAME": "lo",  # else gloo looks its own host name up, which need not resolve
             "PYTHONPATH": os.pathsep.join([str(rig.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
 
@@ -88,7 +89,7 @@ class Stage:
             argv = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
             argv += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
             argv += ["--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.3", "--enable-scale-out"]
-            argv += ["--kv-cache-memory-bytes", str(KV_BYTES), "--max-num-seqs", "1024", "--max-model-len", "4096"]
+            argv += ["--kv-cache-memory-bytes", str(KV_BYTES), "--max-num-seqs", "1536", "--max-model-len", "4096"]
             argv += ["--weight-transfer-config", json.dumps({"backend": backend}), "--disable-uvicorn-access-log"]
             server = Server(name, argv, {**self.env, "CUDA_VISIBLE_DEVICES": str(gpu)}, self.options.work)
         server.url = f"http://127.0.0.1:{port}"
