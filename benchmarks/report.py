@@ -146,6 +146,8 @@ PANELS = (
     ("paced500", "cpu_us_per_event", "CPU µs per SSE event, 500 paced streams"),
     ("open2000", "kb_each", "KB per open request, 2,000 open"),
 )
+BUSY = 0.1
+"""Share of the time that a proxy waits for its core, above which a run is called disturbed."""
 WIDTH, BAR, LABEL = 720, 22, 150
 
 
@@ -204,6 +206,14 @@ def write(document: dict[str, Any], target: Path) -> str:
     ours = control_table(middle)
     if ours:
         parts += ["## Fleetgate alone", ours]
+    waited = sorted(
+        numbers["waited_share"] for found in middle.values() for numbers in found.values() if "waited_share" in numbers
+    )
+    if waited and waited[len(waited) // 2] > BUSY:
+        parts.append(
+            "The machine was busy: proxies were ready to run but waited for their core "
+            f"{waited[len(waited) // 2]:.0%} of the time (median). Latencies and throughput of this run say little, and CPU times are inflated."
+        )
     if document["left_out"]:
         parts.append(
             "Not measured: " + "; ".join(f"{name} ({why.strip()[:200]})" for name, why in document["left_out"].items())

@@ -47,6 +47,7 @@ def _per(result: dict[str, Any], unit: str, name: str) -> Numbers:
         f"kernel_us_per_{name}": total * result["kernel_ns"] / ticks,
         f"{name}s_per_s": result[unit] / result["seconds"],
         "cpu_share": result["cpu_ns"] / 1e9 / result["seconds"],
+        "waited_share": result["waited_ns"] / 1e9 / result["seconds"],
         "errors": result["errors"],
         "stale": result["stale"],
     }

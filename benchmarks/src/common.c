@@ -157,7 +157,11 @@ static void add_process(struct cpu_time *sum, int pid) {
         if (entry->d_name[0] == '.') continue;
         snprintf(path, sizeof path, "/proc/%d/task/%s/schedstat", pid, entry->d_name);
         unsigned long long on_cpu = 0;
-        if (read_small(path, text, sizeof text) && sscanf(text, "%llu", &on_cpu) == 1) sum->total_ns += on_cpu;
+        unsigned long long waited = 0;
+        if (read_small(path, text, sizeof text) && sscanf(text, "%llu %llu", &on_cpu, &waited) == 2) {
+            sum->total_ns += on_cpu;
+            sum->waited_ns += waited;
+        }
     }
     closedir(tasks);
 }

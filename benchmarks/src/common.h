@@ -47,6 +47,7 @@ void hist_print(FILE *out, const struct hist *h);
 /* CPU time of a process with all its threads: exact total (schedstat), and the user/kernel split in clock ticks. */
 struct cpu_time {
     uint64_t total_ns;
+    uint64_t waited_ns; /* ready to run while others had the core */
     uint64_t user_ticks;
     uint64_t kernel_ticks;
 };

@@ -230,8 +230,9 @@ static void report(void) {
     printf("},\"cut\":%llu,\"refused\":%llu,\"unfinished\":%llu,\"errors\":%llu,\"unanswered\":%llu,",
            (unsigned long long)tally.cut, (unsigned long long)tally.refused, (unsigned long long)tally.unfinished,
            (unsigned long long)bad, (unsigned long long)open_requests);
-    printf("\"cpu_ns\":%llu,\"user_ns\":%.0f,\"kernel_ns\":%.0f,",
+    printf("\"cpu_ns\":%llu,\"waited_ns\":%llu,\"user_ns\":%.0f,\"kernel_ns\":%.0f,",
            (unsigned long long)(cpu_after.total_ns - cpu_before.total_ns),
+           (unsigned long long)(cpu_after.waited_ns - cpu_before.waited_ns),
            (double)(cpu_after.user_ticks - cpu_before.user_ticks) * tick_ns,
            (double)(cpu_after.kernel_ticks - cpu_before.kernel_ticks) * tick_ns);
     printf("\"latency_us\":");
