@@ -72,13 +72,17 @@ def main(argv: Iterable[str] | None = None) -> None:
     )
     parser.add_argument("--sweep", action="store_true", help="sweep margin and slack of the limit too (8 engines)")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--runs", type=Path, default=Path(".run/balancing.jsonl"), help="each run, as soon as it is there"
+    )
     parser.add_argument("--resume", action="store_true", help="go on with a run that was cut off")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--img", type=Path, default=Path("docs/img"))
     args = parser.parse_args(None if argv is None else list(argv))
 
     args.out.mkdir(parents=True, exist_ok=True)
-    kept = args.out / ".balancing-runs.jsonl"
+    kept = args.runs
+    kept.parent.mkdir(parents=True, exist_ok=True)
     if not args.resume:
         kept.unlink(missing_ok=True)
     jobs: list[Job] = [
@@ -96,7 +100,6 @@ def main(argv: Iterable[str] | None = None) -> None:
             args.processes,
             kept,
         )
-    kept.unlink(missing_ok=True)
     text = tables.report(rows, swept, [traces.make(name, 8, 8, 1) for name in args.traces])
     (args.out / "balancing.md").write_text(text)
     # Infinity is no JSON number; a margin of none says the same.

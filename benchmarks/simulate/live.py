@@ -1,7 +1,7 @@
 """The order that the simulator found, measured on real requests: ``python -m benchmarks.simulate.live``.
 
 Four simulated engines, one of them five times slower, behind the real proxy; agents with growing prompts, every policy
-with the same sessions. About 20 s a policy.
+with the same sessions. About half a minute a policy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _session(number: int, seed: int) -> list[tuple[list[int], int, float]]:
         size = min(600, max(20, int(random.lognormvariate(0, 0.8) * 150)))
         prompt = [*prompt, *(random.randrange(250) for _ in range(size))]
         answer = min(200, max(5, int(random.lognormvariate(0, 0.9) * 25)))
-        turns.append((prompt, answer, min(2.0, random.lognormvariate(0, 1.0) * 0.15)))
+        turns.append((prompt, answer, min(3.0, random.lognormvariate(0, 1.0) * 0.3)))
     return turns
 
 
@@ -138,8 +138,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate.live", description=__doc__)
     parser.add_argument("--policies", type=lambda text: text.split(","), default=list(POLICIES))
-    parser.add_argument("--sessions", type=int, default=160)
-    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--sessions", type=int, default=96)
+    parser.add_argument("--concurrency", type=int, default=48)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()

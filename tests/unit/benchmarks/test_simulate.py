@@ -36,7 +36,8 @@ def test_hashing_without_a_bound_spirals_where_an_engine_is_slow():
 
 
 def test_sticky_beats_hashing_and_what_knows_no_sessions():
-    mean = {name: run("agents", POLICIES[name](), engines=8, each=64).mean for name in POLICIES}
+    names = ("sticky", "consistent_hash", "hash, no bound", "least_inflight")
+    mean = {name: run("agents", POLICIES[name](), engines=8, each=64).mean for name in names}
     assert mean["sticky"] < mean["consistent_hash"] < mean["least_inflight"]
     assert mean["sticky"] < mean["hash, no bound"]
 
@@ -115,6 +116,7 @@ def test_a_run_writes_tables_and_plots(tmp_path, capsys):
         [
             *("--engines", "2", "--sessions", "4", "--traces", "agents,slow", "--policies", "sticky,round_robin"),
             *("--processes", "1", "--out", str(tmp_path), "--img", str(tmp_path)),
+            *("--runs", str(tmp_path / "runs.jsonl")),
         ]
     )
     text = capsys.readouterr().out
