@@ -68,7 +68,8 @@ class Adapters:
         return reply_merged(asked.call, merged, legs, note=note)
 
     async def _undo_load(self, asked: Asked, engines: Sequence[Engine], legs: Sequence[Leg], name: str) -> str:
-        path = asked.call.path.replace("load_lora_adapter", "unload_lora_adapter")
+        # Frameworks add loaders of their own to vLLM's server (prime-rl, SkyRL), but unload with vLLM's.
+        path = "/v1/unload_lora_adapter"
         body = orjson.dumps({"lora_name": name})
         undo = Shot(custom(path, None), "POST", path, _headers(asked), body, self._settings.control_timeout)
         touched = [

@@ -178,9 +178,9 @@ def merge(call: Call, legs: Sequence[Leg], *, gate_closed: bool = False) -> Merg
     first = legs[0]
     if agree_on_refusal(legs):
         assert first.status is not None
-        return Merged(first.status, first.body, first.content_type or "application/json", passed=True)
+        return Merged(first.status, first.body, first.content_type, passed=True)
     if all(leg.outcome is Outcome.UNSUCCESSFUL for leg in legs):
-        return Merged(first.status or 200, first.body, first.content_type or "application/json")
+        return Merged(first.status or 200, first.body, first.content_type)
     failed = tuple(leg for leg in legs if not leg.ok)
     if failed:
         return Merged(424, b"", failed=failed)
@@ -244,7 +244,7 @@ def _objects(legs: Sequence[Leg]) -> list[dict[str, Any]]:
 
 def _same(call: Call, legs: Sequence[Leg], gate_closed: bool) -> Merged:  # noqa: ARG001 - one signature for all
     first = legs[0]
-    return Merged(first.status or 200, first.body, first.content_type or "application/json")
+    return Merged(first.status or 200, first.body, first.content_type)
 
 
 def _success(call: Call, legs: Sequence[Leg], gate_closed: bool) -> Merged:

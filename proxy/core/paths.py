@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 
 from proxy.core.calls import CALLS, OWN_PATHS, OWN_PREFIXES
+from proxy.core.routes import GENERATION
 
 MAX_DECODE = 8
 """Rounds of percent-decoding before a path that still changes is refused; no honest client encodes even twice."""
@@ -86,8 +87,11 @@ class PathTable:
         self._prefixes = tuple(prefixes)
 
     def is_control(self, path: bytes) -> bool:
-        """Whether this plain spelling is a control path."""
-        return path in self._exact or path.startswith(self._prefixes)
+        """Whether this plain spelling is a control path.
+
+        A prefix such as ``/skyrl/*`` does not take routes that run the model: one engine answers those.
+        """
+        return path in self._exact or (path.startswith(self._prefixes) and path not in GENERATION)
 
     def classify(self, target: bytes) -> Route:
         """Where a request with this target (path, with or without a query) goes."""

@@ -27,6 +27,13 @@ def test_all_agree():
     assert merged.body == b'{"status":"paused"}'
 
 
+@pytest.mark.parametrize("content_type", ["", "text/plain; charset=utf-8"])
+def test_text_is_not_called_json(content_type):
+    legs = [Leg(engine, Outcome.ANSWERED, 200, b"Success: loaded", content_type, 0.1) for engine in ("a", "b")]
+    merged = merge(CALLS["/v1/load_lora_adapter"], legs)
+    assert (merged.body, merged.content_type) == (b"Success: loaded", content_type)
+
+
 @pytest.mark.parametrize(
     ("call", "answers", "want"),
     [

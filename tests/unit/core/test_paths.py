@@ -97,6 +97,8 @@ def test_configured_paths_and_prefixes():
     assert table.classify(b"/areal_update_weights?x=1") is Route.CONTROL
     assert table.classify(b"/init_broadcaster") is Route.CONTROL
     assert table.classify(b"/skyrl/v1/x/") is Route.CONTROL
+    assert table.classify(b"/skyrl/v1/generate") is Route.DATA
+    assert table.classify(b"/skyrl/v1/generate/?x=1") is Route.DATA
     assert table.classify(b"/skyrl/../pause") is Route.REFUSE
     assert table.classify(b"/skyrl/../v1/models") is Route.DATA
     assert table.classify(b"/%61real_x") is Route.REFUSE
