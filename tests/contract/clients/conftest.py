@@ -119,9 +119,9 @@ async def held(fleet: SimFleet, count: int) -> None:
 
 
 @asynccontextmanager
-async def sim_fleet(*configs: SimConfig, **settings: Any) -> AsyncIterator[SimFleet]:
+async def sim_fleet(*configs: SimConfig, kind: type[SimEngine] = SimEngine, **settings: Any) -> AsyncIterator[SimFleet]:
     """One engine for each config, and the proxy in front of them with these flags."""
-    engines = [SimEngine(config) for config in configs]
+    engines = [kind(config) for config in configs]
     try:
         for engine in engines:
             await engine.start()
