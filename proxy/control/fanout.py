@@ -152,6 +152,8 @@ class Fanout:
         self._tasks = [
             spawn(self._leg(engine, shot), name=f"leg {shot.call.path} {engine.id}") for engine, shot in self._shots
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._one_over)
         if self._tasks:
             await self._over
         if self._timer is not None:
@@ -159,22 +161,22 @@ class Fanout:
         return [self._result(index) for index in range(len(self._tasks))]
 
     async def _leg(self, engine: Engine, shot: Shot) -> Leg:
-        # Counting down costs a fan-out to many engines less than waiting for a set of tasks that shrinks by one.
-        leg: Leg | None = None
-        try:
-            leg = await self._runner(engine, shot)
-        finally:
-            self._left -= 1
-            if not self._left:
-                asyncio.get_running_loop().call_soon(self._end)
+        leg = await self._runner(engine, shot)
         if self._over.done() and self.on_late is not None:
             self.on_late(engine, leg)
         elif not leg.ok:
             self._failed(leg.engine)
         return leg
 
+    def _one_over(self, _: asyncio.Task[Leg]) -> None:
+        # Counting down costs a fan-out to many engines less than waiting for a set of tasks that shrinks by one. It is
+        # not done inside the legs: one that is cancelled before its first turn never runs a line.
+        self._left -= 1
+        if not self._left:
+            self._end()
+
     def _failed(self, name: str) -> None:
-        if self._grace is not None and self._timer is None and self._left:
+        if self._grace is not None and self._timer is None and self._left > 1:
             self._timer = asyncio.get_running_loop().call_later(self._grace, self._give_up, name)
 
     def _give_up(self, name: str) -> None:

@@ -112,3 +112,14 @@ async def test_an_engine_that_went_down_is_not_waited_for():
     await asyncio.sleep(0.01)
     fanout.lose(members[1])
     assert [leg.outcome for leg in await task] == [Outcome.ANSWERED, Outcome.DIED]
+
+
+async def test_an_engine_that_went_down_before_its_leg_began_does_not_leave_the_call_waiting():
+    async def runner(engine, shot):
+        return Leg(engine.id, Outcome.ANSWERED, 200)
+
+    members = engines(2)
+    fanout = Fanout([(engine, SHOT) for engine in members], runner)
+    task = asyncio.ensure_future(fanout.run())
+    asyncio.get_running_loop().call_soon(fanout.lose, members[1])
+    assert [leg.outcome for leg in await asyncio.wait_for(task, 5)] == [Outcome.ANSWERED, Outcome.DIED]
