@@ -55,7 +55,9 @@ class Everyday:
         engines = self._aftermath.targets(asked)
         shot = asked.shot(limit_of(self._settings, asked))
         if call.kind is Kind.RPC or (call.kind is Kind.CHECK and b"reset" in (asked.body or b"")):
+            # Weights may be others now under the same label: nothing that was known of them holds.
             self._fleet.pristine = False
+            self._fleet.checksums.clear()
         legs = await self._fan(asked, [(engine, shot) for engine in engines], fire)
         merged = merge(call, that_count(legs))
         if call.kind is not Kind.CHECK:

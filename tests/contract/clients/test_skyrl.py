@@ -156,6 +156,29 @@ async def test_an_engine_that_failed_a_worker_method_stays_out(sky: SkyClient, f
     assert (await fleet.states())[2] == "fenced"
 
 
+async def test_equal_checksums_let_an_engine_back_and_stale_ones_do_not(sky: SkyClient, fleet: SimFleet) -> None:
+    await sky.sync(["first"])
+    await sky.control("/weight_checker", {"action": "checksum"})
+    fleet.faults(Fault(path="/collective_rpc", action="status", status=500), engine=2)
+    # It is the only one that still has what was checked before.
+    with pytest.raises(aiohttp.ClientResponseError):
+        await sky.rpc("skyrl_start_weight_update", is_checkpoint_format=True)
+    for engine in fleet.engines[:2]:
+        engine.core.weights = "second"
+    checked = await sky.control("/weight_checker", {"action": "checksum"})
+    assert list(checked["differing"]) == [fleet.engines[2].url.removeprefix("http://")]
+    await asyncio.sleep(PROBES)
+    assert await fleet.states() == ["ready", "ready", "fenced"]
+    fleet.faults()
+    await fleet.engines[2].restart()
+    await asyncio.sleep(PROBES)
+    await sky.sync(["third"])
+    assert (await fleet.states())[2] == "fenced", "worker methods tell the proxy nothing about weights"
+    assert "match" not in await sky.control("/weight_checker", {"action": "checksum"})
+    await asyncio.sleep(PROBES)
+    assert await fleet.states() == ["ready"] * 3
+
+
 async def test_sessions_stick_until_they_are_finished(sky: SkyClient, fleet: SimFleet) -> None:
     homes = {name: {(await sky.generate([1], name))[1] for _ in range(4)} for name in ("a", "b", "c", "d", "e", "f")}
     assert all(len(engines) == 1 for engines in homes.values())
