@@ -194,9 +194,12 @@ class ControlPlane:
             response.headers["Allow"] = allowed
         except web.HTTPNotFound:
             response = reply_error(NotFound(f"there is no {request.path} here")).response(with_legs=False)
-        request_id = request.headers.get("X-Request-Id")
-        if request_id is not None and not response.prepared:
-            response.headers["X-Request-Id"] = request_id
+        if not response.prepared:
+            # Not aiohttp's own field, which tells strangers the versions of Python and aiohttp.
+            response.headers["Server"] = "fleetgate"
+            request_id = request.headers.get("X-Request-Id")
+            if request_id is not None:
+                response.headers["X-Request-Id"] = request_id
         return response
 
     @web.middleware
