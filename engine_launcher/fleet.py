@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -28,6 +28,9 @@ from engine_launcher.errors import EngineDiedError, EngineSlowError, LauncherErr
 from engine_launcher.local import Handle, local_engines
 from engine_launcher.settings import HEALTH_INTERVAL, HEALTH_TIMEOUT, TAIL_LINES, FleetSpec
 from proxy.tasks import spawn
+
+if TYPE_CHECKING:
+    from engine_launcher.ray_backend import Cluster
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class EngineFleet:
         spec.check()
         self.spec = spec
         self.engines: list[Engine] = []
+        self._cluster: Cluster | None = None
         self._on_progress = on_progress or (lambda _: None)
 
     @property
@@ -109,7 +113,8 @@ class EngineFleet:
             return await local_engines(self.spec)
         from engine_launcher.ray_backend import ray_engines  # noqa: PLC0415 - Ray is an extra
 
-        return await ray_engines(self.spec)
+        found, self._cluster = await ray_engines(self.spec)
+        return found
 
     async def launch(self, engine: Engine) -> None:
         """Start one engine without waiting until it answers; raises ``LauncherError``."""
@@ -206,6 +211,9 @@ class EngineFleet:
         await asyncio.gather(*(each.process.stop() if each.ready else each.process.kill() for each in self.engines))
         for each in self.engines:
             each.ready = False
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            await cluster.close()
 
     async def kill_all(self) -> None:
         """End all engines at once with SIGKILL."""

@@ -12,7 +12,7 @@ from engine_launcher.gpus import divide, visible, wanted
 from engine_launcher.launch import install_of, prepare
 from engine_launcher.ports import free_ports, named_ports
 from engine_launcher.process import EngineProcess, ProcessInfo
-from engine_launcher.settings import TAIL_LINES, EngineCommand, EngineSpec, FleetSpec
+from engine_launcher.settings import TAIL_LINES, EngineCommand, EngineSpec, FleetSpec, Rotation
 
 
 class Handle(Protocol):
@@ -58,14 +58,18 @@ class Handle(Protocol):
 class LocalEngine(EngineProcess):
     """An engine on this machine. Its port and its GPUs are its own for as long as the fleet lives."""
 
-    def __init__(self, spec: EngineSpec, port: int, devices: tuple[str, ...], fleet: FleetSpec) -> None:
-        super().__init__(
-            f"engine {spec.name} ({spec.kind}, port {port})",
-            EngineCommand((), {}),
-            fleet.log_dir / f"engine-{spec.name}.log",
-            fleet.stop_grace,
-            fleet.rotation,
-        )
+    def __init__(
+        self,
+        spec: EngineSpec,
+        port: int,
+        devices: tuple[str, ...],
+        *,
+        log_dir: Path,
+        stop_grace: float,
+        rotation: Rotation,
+    ) -> None:
+        name, log = f"engine {spec.name} ({spec.kind}, port {port})", log_dir / f"engine-{spec.name}.log"
+        super().__init__(name, EngineCommand((), {}), log, stop_grace, rotation)
         self.spec = spec
         self.port = port
         self.devices = devices
@@ -90,7 +94,10 @@ async def local_engines(fleet: FleetSpec) -> list[LocalEngine]:
     plan = fleet.plan()
     devices = await _devices(plan)
     ports = _ports(fleet, plan)
-    return [LocalEngine(*each, fleet) for each in zip(plan, ports, devices, strict=True)]
+    return [
+        LocalEngine(*each, log_dir=fleet.log_dir, stop_grace=fleet.stop_grace, rotation=fleet.rotation)
+        for each in zip(plan, ports, devices, strict=True)
+    ]
 
 
 async def _devices(plan: Sequence[EngineSpec]) -> list[tuple[str, ...]]:

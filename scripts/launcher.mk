@@ -3,6 +3,8 @@
 # RESTART_ENGINE=vllm shows it on real engines (some five minutes on two cores); more as RESTART_ARGS="--story restore".
 RESTART_ENGINE ?= sim
 RESTART_ARGS ?=
+# What is run of it, such as RAY_PYTEST="-s" to see the time line; with real engines: RAY_PYTEST="-s -m vllm".
+RAY_PYTEST ?= -m "not vllm"
 RAY_BIN := .ray/bin
 RAY_VERSION := 2.60.0
 
@@ -25,4 +27,4 @@ show-restart: $(VENV)/.stamp $(RESTART_NEEDS) ## kill -9 of an engine and a roll
 ray: .ray/.stamp ## an environment with Ray (.ray)
 
 ray-test: ray ## engines on a local Ray cluster of several nodes, one of which is killed
-	$(RAY_BIN)/python -m pytest tests/scenarios/launcher/test_ray.py
+	$(RAY_BIN)/python -m pytest -W ignore $(RAY_PYTEST) tests/scenarios/launcher/test_ray.py
