@@ -166,7 +166,11 @@ class Prober:
         return await self._ask_paused(engine) is True
 
     async def _ask_paused(self, engine: Engine) -> bool | None:
-        return paused_of(await self._get(engine, "/is_paused"))
+        answer = await self._get(engine, "/is_paused")
+        if answer is not None and answer.status in (404, 405):
+            # A server without the route cannot say when it goes on: the next request finds out.
+            return False
+        return paused_of(answer)
 
     def watch_paused(self, engine: Engine) -> None:
         """Somebody else paused it: keep it out of rotation until it says otherwise."""
