@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine_launcher.sim.server import SimEngine
 
+_BLOCK_TOKENS = 128
+_BLOCKS = 16384
+"""Of the cache that the real tiny model's page tells of: clients compute a capacity from them."""
 _SECONDS_BUCKETS = ("0.1", "0.5", "1.0", "5.0", "30.0", "120.0", "+Inf")
 
 
@@ -75,6 +78,18 @@ def page(engine: SimEngine) -> str:
             "gauge",
             "KV-cache usage. 1 means 100 percent usage.",
             one("vllm:kv_cache_usage_perc", used),
+        ),
+        _family(
+            "vllm:cache_config_info",
+            "gauge",
+            "Information of the LLMEngine CacheConfig",
+            [
+                (
+                    f'vllm:cache_config_info{{block_size="{_BLOCK_TOKENS}",engine="0",'
+                    f'kv_cache_size_tokens="{_BLOCKS * _BLOCK_TOKENS}",num_gpu_blocks="{_BLOCKS}"}}',
+                    1.0,
+                )
+            ],
         ),
         _family(
             "vllm:engine_sleep_state",
