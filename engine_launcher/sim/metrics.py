@@ -42,6 +42,8 @@ def page(engine: SimEngine) -> str:
         ("vllm:e2e_request_latency_seconds", "Histogram of e2e request latency in seconds."),
     ]
     total = float(sum(counters.finished.values()))
+    sizes = {"block_size": _BLOCK_TOKENS, "num_gpu_blocks": _BLOCKS, "kv_cache_size_tokens": _BLOCKS * _BLOCK_TOKENS}
+    cache = ",".join(['engine="0"', *(f'{key}="{value}"' for key, value in sizes.items())])
     families = [
         _family(
             "process_start_time_seconds",
@@ -83,13 +85,7 @@ def page(engine: SimEngine) -> str:
             "vllm:cache_config_info",
             "gauge",
             "Information of the LLMEngine CacheConfig",
-            [
-                (
-                    f'vllm:cache_config_info{{block_size="{_BLOCK_TOKENS}",engine="0",'
-                    f'kv_cache_size_tokens="{_BLOCKS * _BLOCK_TOKENS}",num_gpu_blocks="{_BLOCKS}"}}',
-                    1.0,
-                )
-            ],
+            [(f"vllm:cache_config_info{{{cache}}}", 1.0)],
         ),
         _family(
             "vllm:engine_sleep_state",
