@@ -78,6 +78,7 @@ class Conductor:
             aftermath=aftermath, fan=self.fan, on_lease_end=self._lease_ended,
         )  # fmt: skip
         self._everyday = Everyday(settings, fleet, gate, admission, aftermath=aftermath, fan=self.fan)
+        self._everyday.on_counted = self._counted
         self._adapters = Adapters(settings, fleet, admission, self.fan)
         self._aborts = Aborts(settings, fleet, tracker, self.fan)
 
@@ -250,6 +251,9 @@ class Conductor:
         self.pauses.stop()
         for fanout in list(self._fanouts):
             fanout.cancel()
+
+    def _counted(self, engines: list[Engine]) -> None:
+        self.groups.counted = engines
 
     def on_down(self, engine: Engine) -> None:
         """Its probes say that it is gone: no call waits for it any longer."""

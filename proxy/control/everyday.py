@@ -44,6 +44,8 @@ class Everyday:
         self._admission = admission
         self._aftermath = aftermath
         self._fan = fan
+        self.on_counted: Callable[[list[Engine]], None] | None = None
+        """Called with the engines whose world sizes were added up."""
 
     async def plain(self, asked: Asked) -> Reply:
         """A call that every engine gets as it came.
@@ -102,6 +104,8 @@ class Everyday:
         engines = self._aftermath.targets(asked)
         shot = asked.shot(limit_of(self._settings, asked))
         legs = await self._fan(asked, [(engine, shot) for engine in engines], self._read_leg)
+        if call.merge is Merge.WORLD_SIZE and self.on_counted is not None:
+            self.on_counted([engine for engine, leg in zip(engines, legs, strict=True) if leg.ok])
         legs = that_count(legs)
         merged = merge(call, legs, gate_closed=self._gate.closed)
         return reply_merged(call, merged, legs)

@@ -76,6 +76,8 @@ class Groups:
         self._fan = fan
         self._gate_closed = gate_closed
         self.group: Group | None = None
+        self.counted: list[Engine] = []
+        """The engines of the last ``GET /get_world_size``: those that the trainer's world size speaks of."""
         self.on_init: Callable[[], None] | None = None
         """Called before an init is sent: a round that is open is abandoned."""
 
@@ -180,7 +182,12 @@ class Groups:
             if needs and len(engines) > 1
             else [engine.world_size or 1 for engine in engines]
         )
-        plan = ranks.plan_init(asked.body, call.rank_field, sizes)
+        engines, sizes = self._those_meant(asked, engines, sizes)
+        try:
+            plan = ranks.plan_init(asked.body, call.rank_field, sizes)
+        except Conflict as error:
+            who = ", ".join(f"{engine.id} ({size})" for engine, size in zip(engines, sizes, strict=True))
+            raise Conflict(f"{call.path}: {error.message}. No engine was called; engines (workers): {who}") from None
         self._check_absent(call.path, plan, sizes)
         if self.on_init is not None:
             self.on_init()
@@ -203,6 +210,14 @@ class Groups:
             members = {engine.id: first_ranks.get(engine.id) for engine in engines}
             self._fleet.emit("group", members=members, world_size=plan.world_size, base=plan.base)
         return reply_merged(call, merged, legs)
+
+    def _those_meant(self, asked: Asked, engines: list[Engine], sizes: list[int]) -> tuple[list[Engine], list[int]]:
+        """Leave out engines that came after the trainer asked for the world size: it has no ranks for them."""
+        meant = [(engine, size) for engine, size in zip(engines, sizes, strict=True) if engine in self.counted]
+        total = ranks.group_size(asked.body, asked.call.rank_field)
+        if total is None or len(meant) == len(engines) or sum(size for _, size in meant) != total:
+            return engines, sizes
+        return [engine for engine, _ in meant], [size for _, size in meant]
 
     def _check_absent(self, call: str, plan: ranks.InitPlan, sizes: Sequence[int]) -> None:
         """Refuse a group whose size counts engines that are down: the others would wait for them for ever.

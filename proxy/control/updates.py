@@ -130,6 +130,8 @@ class Updates:
         sizes = await self._groups.sizes(call.path, engines, refetch=False) if needs else [1] * len(engines)
         bodies = ranks.plan_update(asked.body, sizes) if needs else [asked.body] * len(engines)
         alone = not self.round.live and not (native and self.half_way)
+        if alone and not native:
+            await self._before_label(call.path, engines, None)
         boots = [(engine, engine.boot) for engine in engines]
         self._enter(engines)
         shot = asked.shot(limit_of(self._settings, asked))
@@ -195,6 +197,10 @@ class Updates:
         if self.round.live:
             engines = [engine for engine in engines if engine.id in self.round.members] or engines
         await self._groups.preflight(call.path, engines)
+        body = ranks.parse(asked.body)
+        label = body.get("weight_version") if isinstance(body, dict) else None
+        label = None if label is None else str(label)
+        await self._before_label(call.path, engines, label)
         known = self.round.live
         boots = [(engine, engine.boot) for engine in engines]
         self._enter(engines)
@@ -220,9 +226,6 @@ class Updates:
             return reply_merged(call, merged, legs)
         updated = self.round.finished()
         self.half_way = False
-        body = ranks.parse(asked.body)
-        label = body.get("weight_version") if isinstance(body, dict) else None
-        label = None if label is None else str(label)
         if not updated:
             # No weights came: whoever was unfit before still is, and the label speaks for the others only.
             boots = [(e, boot) for e, boot in boots if not e.tainted and e.epoch == self._fleet.epoch]
@@ -243,8 +246,7 @@ class Updates:
         unlabelled: list[Leg] = []
         if wanted is not None:
             todo = engines if label is None else await self._not_showing(engines, wanted)
-            labelled = await asyncio.gather(*(self._label_one(engine, wanted) for engine in todo))
-            labelled = await self._only_same(todo, labelled)
+            labelled = await self._label_same(todo, wanted, looked=label is None)
             unlabelled = [leg for leg in labelled if not leg.ok and leg.outcome is not Outcome.MISSING]
             if any(leg.outcome is Outcome.MISSING for leg in labelled) and label is None:
                 wanted = None  # servers that know no labels: the number of the update has to do
@@ -261,21 +263,41 @@ class Updates:
         merged = Merged(424, b"", failed=tuple(unlabelled))
         return reply_merged(asked.call, merged, unlabelled, note=". The weights were taken, but not labelled there")
 
-    async def _only_same(self, engines: Sequence[Engine], legs: Sequence[Leg]) -> list[Leg]:
-        """A label that reached a process which replaced the one with the weights speaks for weights it lacks.
+    async def _before_label(self, call: str, engines: Sequence[Engine], label: str | None) -> None:
+        """Where the proxy is going to label, know each process before the weights are final, to compare afterwards.
 
-        It is taken back, so that it deceives nobody after a restart of the proxy, and the leg counts as failed.
+        Raises:
+            Conflict: one was replaced, unnoticed until now.
         """
-        boots = [engine.boot for engine in engines]
+        if label is not None or self._settings.label_updates is not Labels.AUTO:
+            return
         same = await asyncio.gather(*(self._prober.is_same(engine) for engine in engines))
-        out: list[Leg] = []
-        for engine, boot, ok, leg in zip(engines, boots, same, legs, strict=True):
-            if not leg.ok or (ok and engine.boot == boot):
-                out.append(leg)
-                continue
-            await self._label_one(engine, DEFAULT)
-            out.append(replace(leg, outcome=Outcome.DIED, status=None, detail="its process was replaced meanwhile"))
-        return out
+        if not all(same):
+            names = ", ".join(engine.id for engine, ok in zip(engines, same, strict=True) if not ok)
+            raise Conflict(f"{call}: {names} restarted; {self._groups.advice()}. No engine was called")
+
+    async def _label_same(self, engines: Sequence[Engine], label: str, *, looked: bool) -> list[Leg]:
+        """Label engines, but no process that replaced the one with the weights: it would speak for weights it lacks.
+
+        Args:
+            engines: that took the update.
+            label: theirs now.
+            looked: `_before_label` was asked before the weights were final. Otherwise only processes that have been
+                known for longer are labelled.
+        """
+        same = [True] * len(engines)
+        if not looked:
+            same = await asyncio.gather(*(self._prober.is_same(engine) for engine in engines))
+        ready = [engine for engine, ok in zip(engines, same, strict=True) if ok]
+        legs = dict(zip(ready, await asyncio.gather(*(self._label_one(e, label) for e in ready)), strict=True))
+        still = await asyncio.gather(*(self._prober.is_same(engine) for engine in ready))
+        for engine, ok in zip(ready, still, strict=True):
+            if not ok and legs[engine].ok:
+                # Taken back, so that it deceives nobody after a restart of the proxy.
+                await self._label_one(engine, DEFAULT)
+                del legs[engine]
+        replaced = "its process was replaced meanwhile"
+        return [legs.get(engine) or Leg(engine.id, Outcome.DIED, detail=replaced) for engine in engines]
 
     async def _not_showing(self, engines: Sequence[Engine], label: str) -> list[Engine]:
         """Engines that finished but do not show the label: older servers ignore it in a finish."""
@@ -305,13 +327,14 @@ class Updates:
         fleet = self._fleet
         living = self._groups.living()
         engines = [engine for engine in living if engine.plain or self._admission.fits(engine)]
+        same = await asyncio.gather(*(self._prober.is_same(engine) for engine in engines))
+        engines = [engine for engine, ok in zip(engines, same, strict=True) if ok]
         if not engines:
             why = "; ".join(f"{engine.id}: {engine.reason}" for engine in living) or "no engine is alive"
             raise Conflict(f"{call.path}: no engine holds weights that the label could speak for ({why})")
         boots = {engine: engine.boot for engine in engines}
         shot = asked.shot(limit_of(self._settings, asked))
         legs = await self._fan(asked, [(engine, shot) for engine in engines], fire)
-        legs = await self._only_same(engines, legs)
         merged = merge(call, legs)
         body = ranks.parse(asked.body)
         version = body.get("new_version") if isinstance(body, dict) else None

@@ -60,6 +60,14 @@ def needs_sizes(body: bytes | None, rank_field: str | None) -> bool:
     return isinstance(data, dict) and isinstance(data.get("update_info"), list)
 
 
+def group_size(body: bytes | None, rank_field: str | None) -> int | None:
+    """Workers that a trainer's init has ranks for, its own not counted; None if it does not say."""
+    data = parse(body)
+    world = _int(_at(data, "init_info.world_size"))
+    base = _int(_at(data, rank_field)) if rank_field is not None else None
+    return None if world is None or base is None else world - base
+
+
 @dataclass(frozen=True, slots=True)
 class InitPlan:
     """What each engine gets of an init call.

@@ -372,6 +372,10 @@ class Prober:
         if now.paused is not None and not now.paused:
             self._pauses.set(engine, paused=False)
         engine.reported_paused = now.paused if now.paused is not None else engine.reported_paused
+        if engine.state is State.DOWN and engine.successes < self._settings.probe_rise:
+            # One that flaps has to answer several times in a row before it is looked at again.
+            engine.suspect = True
+            return
         if engine.state in (State.STARTING, State.DOWN):
             self._fleet.apply(engine, Event.CAME, "it answers")
         elif why is not None:

@@ -171,3 +171,17 @@ async def test_a_member_that_was_only_silent_keeps_its_group():
         fleet.engines[1].health = 200
         await fleet.until_state(1, "ready")
         await fleet.call("/start_weight_update")
+
+
+async def test_an_engine_that_came_after_the_world_size_was_asked_is_left_out():
+    async with rig(2) as fleet:
+        await fleet.engines[1].kill()
+        await fleet.until_state(1, "down")
+        size = (await fleet.get("/get_world_size"))["world_size"]
+        await fleet.engines[1].restart()
+        await fleet.until_state(1, "ready")
+        info = {"init_info": {**NCCL, "world_size": size + 1}}
+        await fleet.call(INIT, json=info)
+        assert fleet.seen(INIT) == [1, 0]
+        await fleet.sync("w1", "v1")
+        assert fleet.states() == ["ready", "fenced"]
