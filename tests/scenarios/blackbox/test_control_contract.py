@@ -570,3 +570,13 @@ async def test_a_lost_resume_is_retried():
             assert reply.status == 200
         assert len(times) == 2
         assert not engines[1].paused
+
+
+async def test_an_engine_that_flaps_has_to_answer_several_times():
+    async with fleet(2, "--probe-rise", "3", "--probe-interval", "0.2") as (engines, http, _):
+        await engines[1].stop()
+        await until(lambda: states_are(http, engines[1].id, "down"))
+        engines[1].seen.clear()
+        await engines[1].start()
+        await until(lambda: states_are(http, engines[1].id, "ready"))
+        assert len(engines[1].calls("/health")) >= 3
