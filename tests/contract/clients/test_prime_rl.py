@@ -153,11 +153,14 @@ async def test_its_concurrency_controller_sees_engines_apart(fleet: SimFleet) ->
     # It sums samples by the label `engine` alone (`orchestrator/inference_metrics.py`), so three that say "0" would be
     # one engine with three times the load.
     for engine in fleet.engines:
-        engine.core.speed.tokens_per_second = 20.0
+        engine.core.speed.tokens_per_second = 0.5
     running = [asyncio.ensure_future(generate(fleet, [index])) for index in range(6)]
     await eventually(lambda: sum(engine.core.unfinished for engine in fleet.engines) == 6, "all run")
     async with fleet.http.get("/metrics") as answer:
         page = await answer.text()
+    for engine in fleet.engines:
+        engine.core.speed.tokens_per_second = 0.0
+    await asyncio.gather(*running)
     gauges: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     blocks: dict[str, int] = {}
     for family in text_string_to_metric_families(page):
@@ -175,4 +178,3 @@ async def test_its_concurrency_controller_sees_engines_apart(fleet: SimFleet) ->
     assert sum(running_each) == 6
     assert max(running_each) < 6
     assert all(values["vllm:kv_cache_usage_perc"] <= 1.0 for values in gauges.values())
-    await asyncio.gather(*running)
