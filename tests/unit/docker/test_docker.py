@@ -49,7 +49,7 @@ def containers():
 def test_there_is_something_to_look_at():
     assert [path.name for path in DOCKERFILES] == ["Dockerfile", "Dockerfile.engine-cpu"]
     assert len(COMPOSE) == 4
-    assert len(K8S) == 1
+    assert len(K8S) == 3
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -129,7 +129,9 @@ def test_the_simulated_engines_are_started_with_arguments_that_exist():
 
 
 def test_the_commands_of_probes_exist():
-    commands = [each["startupProbe"]["exec"]["command"] for each in containers() if "startupProbe" in each]
+    commands = [
+        each["startupProbe"]["exec"]["command"] for each in containers() if "exec" in each.get("startupProbe", {})
+    ]
     assert commands == [["fleetgate", "status", "--json"]]
     command = main.get_command(None, "status")
     assert "--json" in [flag for option in command.params for flag in option.opts]
