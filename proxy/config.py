@@ -275,6 +275,16 @@ class Settings(BaseSettings):
     probe_fall: int = Field(3, ge=1, description="Failed probes in a row until an engine is down.")
     probe_rise: int = Field(1, ge=1, description="Good probes in a row until an engine that was down is looked at.")
 
+    # Engines that break requests
+    outlier_failures: int = Field(
+        5, ge=0, description="Broken requests in a row after which an engine is left out for a while; 0: never."
+    )
+    outlier_seconds: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds an engine is left out the first time; doubles, 300 at most, half of them at most.",
+    )
+
     # Logs
     log_format: LogFormat = Field(LogFormat.TEXT, description="One line a record: text or json.")
     log_level: LogLevel = Field(LogLevel.INFO, description="Least severe record that is written.")

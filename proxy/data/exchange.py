@@ -300,6 +300,8 @@ class Exchange:
             self.free += 1
         if not paused and kind is not Kind.STALE and engine not in self.tried:
             self.tried.append(engine)
+        if not paused:
+            plane.broke(engine, failure)
         decision = decide(
             failure,
             facts_of(self, attempt, dead=dead, paused=paused),
@@ -380,6 +382,8 @@ class Exchange:
             self.broke_off(Failure(Kind.CUT, "the engine closed the connection inside its answer"))
             return
         self.relay.end()
+        if self.plane.outliers:
+            self.plane.outliers.succeeded(attempt.engine.id, self.client.loop.time())
         self._over(attempt.head.status)
 
     def broke_off(self, failure: Failure) -> None:
@@ -388,6 +392,8 @@ class Exchange:
             self.client.cut(hard=True)
         else:
             name = self.last_engine.id if self.last_engine is not None else "?"
+            if self.last_engine is not None:
+                self.plane.broke(self.last_engine, failure)
             self.relay.cut(f"engine {name} broke off its answer: {failure.detail}", code="engine_broken", status=502)
         self._over(502)
 

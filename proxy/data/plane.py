@@ -16,6 +16,7 @@ from proxy.core.balancing.keys import prompt_of, session_of, session_pattern
 from proxy.core.engine_state import State
 from proxy.core.failures import Failure, Kind
 from proxy.core.framing import Limits
+from proxy.core.outliers import Outliers
 from proxy.core.retry import Backoff, Budget
 from proxy.data.gate import Gate
 from proxy.fleet.engine import Engine
@@ -25,7 +26,7 @@ from proxy.observe.stats import DataStats
 if TYPE_CHECKING:
     from proxy.data.exchange import Exchange
 
-access_log = logging.getLogger("fleetgate.access")
+_log = logging.getLogger("fleetgate.data")
 
 HEAD_LINES = 8
 """A whole request head may be as long as this many of the longest header lines."""
@@ -158,6 +159,7 @@ class DataPlane:
         )
         self.session_headers = tuple(name.lower().encode("ascii") for name in settings.session_headers)
         self._session_fields = session_pattern(settings.session_body_fields)
+        self.outliers = Outliers(limit=settings.outlier_failures, seconds=settings.outlier_seconds)
         self.draining = False
         self.on_session: Callable[[bytes, str], None] | None = None
         """Called with a session's key and the engine it was sent to; other workers have to know."""
@@ -233,6 +235,8 @@ class DataPlane:
             candidates = [engine for engine in self.fleet if engine.alive]
         if tried:
             candidates = [engine for engine in candidates if engine not in tried] or candidates
+        if self.outliers:
+            candidates = [engine for engine in candidates if not self.outliers.out(engine.id, now)] or candidates
         if not candidates:
             return None
         prompt = b""
@@ -256,7 +260,10 @@ class DataPlane:
                 loop = asyncio.get_running_loop()
                 loop.call_later(self.settings.down_timeout, self._give_up, self.fleet.engines[details["engine"]])
         elif kind == "engine_restarted":
+            self.outliers.forget(details["engine"])
             self.balancer.forget(details["engine"])
+        elif kind == "engine_removed":
+            self.outliers.forget(details["engine"])
         elif kind == "control_call" and _clears_caches(details["call"], details.get("query")):
             for engine in details["legs"]:
                 self.balancer.emptied(engine)
@@ -272,6 +279,17 @@ class DataPlane:
                 attempt = exchange.attempt
                 if attempt is not None and attempt.engine is engine:
                     attempt.give_up(Failure(Kind.LOST, f"the engine has been down for {limit:g} s"))
+
+    def broke(self, engine: Engine, failure: Failure) -> None:
+        """A request broke at an engine: after several in a row it is left out for a while."""
+        # Not the eligible ones: this very engine is suspect for the moment, because a connection to it died.
+        ready = sum(1 for other in self.fleet if other.state is State.READY)
+        seconds = self.outliers.failed(engine.id, failure.kind, self.fleet.clock(), engines=ready)
+        if seconds:
+            _log.warning(
+                "engine %s keeps breaking requests (%s); it is left out for %g s", engine.id, failure.detail, seconds
+            )
+            self.fleet.emit("engine_left_out", engine=engine.id, seconds=seconds, why=failure.detail)
 
     def others_left(self, tried: Iterable[Engine], *, generation: bool) -> bool:
         """Whether an engine could take the request that has not been tried yet."""
