@@ -7,6 +7,9 @@ from tests.scenarios.blackbox.conftest import fleet
 
 async def test_an_engine_that_keeps_breaking_requests_is_left_out_for_a_while():
     async with fleet(2, "--outlier-failures", "3") as (engines, http, _):
+        # With a label its process is known to be the same one after each broken connection.
+        async with http.post("/update_weight_version", json={"new_version": "v1"}):
+            pass
 
         async def breaks(engine, request):
             request.transport.abort()
