@@ -255,4 +255,5 @@ async def test_the_other_clients_on_real_servers(servers: EngineFleet, torch_cli
             while await proxy.metric(http, "fleetgate_held_requests") < len(asking):
                 await asyncio.sleep(0.05)
         await torch_clients("using_trl.async_client", url=proxy.url, calls=[("resume", {})])
-        assert all((await each)["text"] for each in asking)
+        for found in await asyncio.gather(*asking):
+            assert found["text"]
