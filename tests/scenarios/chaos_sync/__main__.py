@@ -19,8 +19,13 @@ def main() -> int:
     parser.add_argument("--syncs", type=int, default=defaults.syncs)
     parser.add_argument("--engines", type=int, default=defaults.engines)
     parser.add_argument("--clients", type=int, default=defaults.clients)
-    parser.add_argument("--every", type=float, default=defaults.every, help="seconds between faults, on average")
-    parser.add_argument("--proxy-every", type=float, default=defaults.proxy_every, help="seconds; 0 never kills it")
+    parser.add_argument("--every", type=float, default=defaults.every, help="trainer calls between two faults")
+    parser.add_argument(
+        "--proxy-every",
+        type=float,
+        default=defaults.proxy_every,
+        help="trainer calls between deaths of the proxy; 0: never",
+    )
     parser.add_argument("--only", default="", help="kinds of faults, comma-separated")
     parser.add_argument("--trace", default="", help="file for the trace of what happened")
     parser.add_argument("--stop-at-first", action="store_true", help="end at the first violation")

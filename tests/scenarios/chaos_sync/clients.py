@@ -82,7 +82,7 @@ class Load:
                 self.truth.violation("client hung", f"a client waited {HUNG_SECONDS:g} s")
                 outcome = "hung"
             self.outcomes[outcome] += 1
-            if outcome.startswith("refused"):
+            if outcome.startswith(("refused", "proxy")):
                 await asyncio.sleep(0.05)
 
     def _body(self, rng: random.Random) -> tuple[str, list[int], dict[str, Any]]:

@@ -44,6 +44,7 @@ class Slot:
         self.port = 0
         self.engine: SimEngine = None  # type: ignore[assignment]
         self.boots = 0
+        self.first_weights = ""
         self.due: float | None = None
         """Loop time at which it comes back, once it is dead."""
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -57,6 +58,11 @@ class Slot:
     @property
     def url(self) -> str:
         return f"http://{self.id}"
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it still has the weights that it started with."""
+        return self.engine.core.weights == self.first_weights
 
     @property
     def coming(self) -> bool:
@@ -76,6 +82,7 @@ class Slot:
         if weights is not None:
             engine.core.weights = weights
         self.watch(engine)
+        self.first_weights = engine.core.weights
         for _ in range(1000):
             try:
                 await engine.start()

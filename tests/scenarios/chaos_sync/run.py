@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from proxy.tasks import spawn
 from tests.scenarios.chaos_sync.clients import Load
 from tests.scenarios.chaos_sync.engines import RELOAD, Engines
 from tests.scenarios.chaos_sync.proxy_run import ProxyRun
 from tests.scenarios.chaos_sync.torment import Torment
 from tests.scenarios.chaos_sync.trainer import Trainer
-from tests.scenarios.chaos_sync.truth import Truth
+from tests.scenarios.chaos_sync.truth import DEFAULT, Truth
 
 SETTINGS: dict[str, object] = {
     # Short limits, so that hundreds of hangs fit into a few minutes.
@@ -36,6 +35,8 @@ FILES = 4
 """Open files by which an idle proxy may differ from an idle one: this program's own connections, a probe."""
 QUIET_PART = 0.75
 """Share of the syncs after which the proxy is not killed any more, so that its growth can be measured."""
+UNLABEL_SECONDS = 6.0
+"""Within this time a label that met an engine in the moment of its restart is taken back."""
 SETTLE_SECONDS = 15.0
 """Within this time after the last fault everything must be as it was."""
 
@@ -48,16 +49,16 @@ class Options:
         syncs: weight syncs; each is tried until it works.
         engines: simulated engines.
         clients: requests in flight.
-        every: seconds between two faults, on average.
-        proxy_every: seconds between two deaths of the proxy, on average; 0 never.
+        every: calls of the trainer between two faults, on average.
+        proxy_every: calls of the trainer between two deaths of the proxy, on average; 0 never.
     """
 
     seed: int = 1
     syncs: int = 500
     engines: int = 5
     clients: int = 24
-    every: float = 0.25
-    proxy_every: float = 8.0
+    every: float = 8.0
+    proxy_every: float = 150.0
     only: str = ""
     trace: str = ""
     stop_at_first: bool = False
@@ -85,7 +86,11 @@ async def chaos(options: Options) -> int:
         await proxy.kill()
         await engines.stop()
         if options.trace:
-            Path(options.trace).write_text("\n".join([*truth.trace, "", "-- the proxy's log", *proxy.lines]) + "\n")
+            _write(options.trace, [*truth.trace, "", "-- the proxy's log", *proxy.lines])
+
+
+def _write(path: str, lines: list[str]) -> None:
+    Path(path).write_text("\n".join(lines) + "\n")
 
 
 async def _chaos(options: Options, truth: Truth, engines: Engines, proxy: ProxyRun, began: float) -> int:
@@ -94,6 +99,7 @@ async def _chaos(options: Options, truth: Truth, engines: Engines, proxy: ProxyR
         engines, truth, proxy, load.proxy_down, options.seed, options.every, options.proxy_every, options.only
     )
     trainer = Trainer(proxy.url, truth, engines, options.seed, load.unpaused, load.proxy_down)
+    trainer.on_call = torment.on_call
     nurse = spawn(engines.nurse(), name="nurse")
     loading = spawn(load.run(options.clients), name="load")
     tormenting = spawn(torment.run(), name="torment")
@@ -140,6 +146,7 @@ async def _after_sync(truth: Truth, engines: Engines, load: Load, trainer: Train
     await trainer.publish()
     load.judge()
     engines.check_fanouts()
+    await _labels(truth, engines)
     suspects: dict[str, int] = {}
     for last in (False, False, True):
         fleet = await trainer.publish()
@@ -164,6 +171,35 @@ async def _after_sync(truth: Truth, engines: Engines, load: Load, trainer: Train
         await asyncio.sleep(0.2)
 
 
+async def _labels(truth: Truth, engines: Engines) -> None:
+    """No engine may keep a label that speaks for other weights; an engine that just restarted may have got one.
+
+    Whoever is inside an update has its old label on new weights until that ends, well or not.
+    """
+
+    def lying() -> set[tuple[int, int]]:
+        return {
+            (slot.index, slot.boots)
+            for slot in engines.slots
+            if not slot.dead
+            and slot.fresh
+            and slot.engine.core.version != DEFAULT
+            and truth.weights.get(slot.engine.core.version) != slot.engine.core.weights
+        }
+
+    found = lying()
+    deadline = time.monotonic() + UNLABEL_SECONDS
+    while found and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+        found &= lying()
+    for index, _ in found:
+        slot = engines.slots[index]
+        core = slot.engine.core
+        truth.violation(
+            "label on other weights", f"{slot} never took an update, holds {core.weights}, shows {core.version}"
+        )
+
+
 async def _cured(truth: Truth, engines: Engines, trainer: Trainer, number: int) -> None:
     """Once nothing breaks any more, one sync makes everything whole."""
     loop = asyncio.get_running_loop()
@@ -174,6 +210,7 @@ async def _cured(truth: Truth, engines: Engines, trainer: Trainer, number: int) 
             truth.violation("not cured", f"engines are not seen alive {SETTLE_SECONDS:g} s after the last fault")
             break
     before = trainer.results["synced"]
+    trainer.grouped = False  # engines that came back later than the last init are in no group
     await trainer.sync(number)
     if trainer.results["synced"] == before:
         truth.violation("not cured", "no sync worked any more although nothing broke")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -37,9 +38,12 @@ GENERATION = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate
 class Torment:
     """Strikes one engine after another, and now and then the proxy.
 
+    It keeps step with the trainer, not with the clock, so that a busy machine sees no more faults in a sync than an
+    idle one.
+
     Args:
-        every: seconds between two strikes, on average.
-        proxy_every: seconds between two deaths of the proxy, on average; 0 never kills it.
+        every: calls of the trainer between two strikes, on average.
+        proxy_every: calls of the trainer between two deaths of the proxy, on average; 0 never kills it.
     """
 
     engines: Engines
@@ -55,10 +59,19 @@ class Torment:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(f"{self.seed} torment")
+        self._strikes = asyncio.Semaphore(0)
+        self._deaths = asyncio.Semaphore(0)
 
     async def run(self) -> None:
         """Until `over`."""
         await asyncio.gather(self._engines(), self._proxy())
+
+    def on_call(self) -> None:
+        """The trainer makes a call: strike now or soon, maybe."""
+        if not self.over and self.rng.random() < 1 / self.every:
+            self._strikes.release()
+        if not self.over and self.proxy_every and self.rng.random() < 1 / self.proxy_every:
+            self._deaths.release()
 
     async def _engines(self) -> None:
         rng = self.rng
@@ -67,20 +80,23 @@ class Torment:
             "restarted fast": (self._fast, 4),
             "restarted fast with the fleet's weights": (self._fast_equal, 1),
             "call failed": (self._call_fails, 12),
-            "frozen": (self._freeze, 1),
+            "frozen": (self._freeze, 0.5),
             "answers broke off": (self._cut, 1),
         }
         if self.only:
             kinds = {name: kind for name, kind in kinds.items() if name in self.only.split(",")}
         names = list(kinds)
         weights = [weight for _, weight in kinds.values()]
-        while not self.over and names:
-            await asyncio.sleep(rng.expovariate(1.0 / self.every))
-            if self.over:
-                return
+        while not self.over:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._strikes.acquire()
+                    await asyncio.sleep(rng.choice([0.0, rng.uniform(0.0, 0.01), rng.uniform(0.0, 0.1)]))
+            if self.over or not names:
+                continue
             name = rng.choices(names, weights)[0]
             slot = rng.choice(self.engines.slots)
-            if slot.dead:
+            if slot.dead or slot.coming:
                 continue
             said = await kinds[name][0](slot)
             self.counts[said or name] += 1
@@ -111,7 +127,7 @@ class Torment:
         if action != "delay":
             rule["when"] = rng.choice(["before", "before", "after"])
         if action == "hang":
-            rule["seconds"] = rng.uniform(0.3, 6.0)
+            rule["seconds"] = rng.uniform(0.3, 4.0)
         elif action == "delay":
             rule["seconds"] = rng.uniform(0.05, 2.5)
         elif action == "status":
@@ -123,7 +139,7 @@ class Torment:
         return f"{words[action]} {rule.get('when', 'before')} a call"
 
     async def _freeze(self, slot: Slot) -> None:
-        seconds = self.rng.uniform(0.5, 3.5)
+        seconds = self.rng.uniform(0.5, 3.0)
         engine = slot.engine
         self.truth.note(f"{slot} is frozen for {seconds:.1f} s")
         engine.faults.replace([parse_fault({"path": "*", "action": "delay", "seconds": seconds})])
@@ -138,14 +154,15 @@ class Torment:
 
     async def _proxy(self) -> None:
         rng = random.Random(f"{self.seed} proxy killer")
-        loop = asyncio.get_running_loop()
-        while self.proxy_every and not self.over:
-            until = loop.time() + rng.uniform(0.5, 1.5) * self.proxy_every
-            while loop.time() < until:
-                await asyncio.sleep(0.01)
-                if self.over:
-                    return
-            await self.kill_proxy(rng.choice([0.0, 0.0, 0.3]))
+        while not self.over:
+            strike = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._deaths.acquire()
+                    await asyncio.sleep(rng.choice([0.0, rng.uniform(0.0, 0.01), rng.uniform(0.0, 0.1)]))
+                    strike = True
+            if strike:
+                await self.kill_proxy(rng.choice([0.0, 0.0, 0.3]))
 
     async def kill_proxy(self, seconds: float) -> None:
         """SIGKILL, and a new one on the same port."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,8 +91,7 @@ class Trainer:
     grouped: bool = False
     gather: SimTrainer | None = None
     group_rendezvous: bool = False
-    step: str = ""
-    """The call that runs now, for faults that strike at a certain one."""
+    on_call: Callable[[], None] = lambda: None
     calls: int = 0
     replayed: int = 0
     longest: float = 0.0
@@ -122,7 +122,7 @@ class Trainer:
         """
         self.calls += 1
         request_id = f"t{self.calls}"
-        self.step = path
+        self.on_call()
         loop = asyncio.get_running_loop()
         began = loop.time()
         drop = self._drops and self.rng.random() < 0.3
@@ -139,8 +139,6 @@ class Trainer:
                 raise ProxyGoneError from None
             self.truth.violation("trainer's connection broke", f"{path}: {error!r}")
             raise ProxyGoneError from None
-        finally:
-            self.step = ""
         seconds = loop.time() - began
         self.longest = max(self.longest, seconds)
         self.answers[f"{path} {status}"] += 1
