@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from proxy.core.admission import UNKNOWN_EPOCH
 from proxy.core.engine_state import State
 
 if TYPE_CHECKING:
@@ -116,6 +117,18 @@ class Engine:
         self.tainted = True
         self.by_hand = None if self.by_hand else self.by_hand
         self.compared = self.checksums_equal = None
+
+    def forget_process(self) -> None:
+        """Another process answers: nothing that was known of its weights and its pauses holds."""
+        self.boot += 1
+        self.epoch = UNKNOWN_EPOCH
+        self.tainted = self.updating = self.paused = False
+        self.asleep = frozenset()
+        self.by_hand = None if self.by_hand else self.by_hand
+        self.owed.clear()
+        self.adapters.clear()
+        self.failed_call = ""
+        self.world_size = self.start_time = self.compared = self.checksums_equal = None
 
     def __repr__(self) -> str:
         return f"<Engine {self.id} {self.state} version={self.version!r} inflight={self.inflight}>"

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from proxy.config import Settings
-from proxy.core.admission import UNKNOWN_EPOCH
 from proxy.core.engine_state import Event, State
 from proxy.core.failures import Kind
 from proxy.core.identity import START_TIME_SLACK, Look, restarted, start_time
@@ -385,15 +384,7 @@ class Prober:
 
     def _reset(self, engine: Engine, why: str) -> None:
         """Another process: nothing that was known of its weights holds."""
-        engine.boot += 1
-        engine.epoch = UNKNOWN_EPOCH
-        engine.tainted = engine.updating = engine.paused = False
-        engine.asleep = frozenset()
-        engine.by_hand = None if engine.by_hand else engine.by_hand
-        engine.owed.clear()
-        engine.adapters.clear()
-        engine.failed_call = ""
-        engine.world_size = engine.start_time = engine.compared = engine.checksums_equal = None
+        engine.forget_process()
         engine.upstream.drop_idle()
         self._fleet.emit("engine_restarted", engine=engine.id, boot=engine.boot, why=why)
         _log.warning("engine %s restarted: %s", engine.id, why)

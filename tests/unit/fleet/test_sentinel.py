@@ -42,7 +42,7 @@ class Server:
 
 async def until(check):
     async with asyncio.timeout(5):
-        while not check():  # noqa: ASYNC110
+        while not check():
             await asyncio.sleep(0.005)
 
 
