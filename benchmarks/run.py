@@ -26,12 +26,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import candidates  # noqa: E402 - the folder is no package
-import procs  # noqa: E402
-import report  # noqa: E402
-import scenarios  # noqa: E402
-from candidates import Candidate, Running  # noqa: E402
-from scenarios import Lengths, Numbers  # noqa: E402
+import candidates
+import procs
+import report
+import scenarios
+from candidates import Candidate, Running
+from scenarios import Lengths, Numbers
 
 FULL = ("c32", "c256", "open500", "flat", "paced100", "paced500", "fresh32", "big")
 QUICK = ("c32", "open500", "flat", "paced100")

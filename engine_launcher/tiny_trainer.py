@@ -159,7 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # vLLM and transformers print as they please: answers keep standard output to themselves.
     answers, sys.stdout = sys.stdout, sys.stderr
     trainer = Trainer(args.model, [each.rstrip("/") for each in args.url], args.master_address)
-    commands = {"init": trainer.init, "send": trainer.send, "judge": trainer.judge, "greedy": trainer.greedy}
+    commands: dict[str, Callable[..., dict[str, Any]]] = {
+        "init": trainer.init,
+        "send": trainer.send,
+        "judge": trainer.judge,
+        "greedy": trainer.greedy,
+    }
     print(json.dumps({"ok": True, "ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         started = time.monotonic()

@@ -55,6 +55,8 @@ class Aftermath:
         for engine in self._fleet:
             if engine.state is State.DOWN:
                 engine.failed_call = asked.call.path
+                if asked.call.kind is Kind.RPC:
+                    engine.taint()
                 if asked.call.kind in OWED:
                     self.owe(engine, shot)
 
@@ -77,11 +79,15 @@ class Aftermath:
                 continue
             if leg.outcome is Outcome.UNREACHABLE:
                 self._prober.suspect(engine, leg.detail)
-            elif leg.engine not in failed or leg.outcome in (Outcome.ABANDONED, Outcome.MISSING):
+            elif leg.engine not in failed or leg.outcome is Outcome.MISSING:
+                continue
+            # A worker method may be one of a weight sync: an engine that lacks it is not caught up by the next one.
+            taint = asked.call.kind is Kind.RPC
+            if leg.outcome is Outcome.ABANDONED and not taint:
                 continue
             if asked.call.kind in OWED:
                 self.owe(engine, shot)
-            self._admission.failed(engine, path, f"failed {path}: {leg.said()}", taint=False)
+            self._admission.failed(engine, path, f"failed {path}: {leg.said()}", taint=taint)
 
 
 def that_count(legs: Sequence[Leg]) -> list[Leg]:
