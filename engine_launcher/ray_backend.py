@@ -259,9 +259,9 @@ class _Placed(EngineHost):
 
 
 def _gpus(spec: EngineSpec, *, on_gpus: bool) -> int:
-    """GPUs of one engine; none for a simulated one and on a cluster without any."""
+    """GPUs of one engine; none on a cluster without any, and for a simulated one only those it was given by number."""
     if spec.kind == "sim":
-        return 0
+        return spec.gpus or 0
     needed = wanted(spec.gpus, spec.extra)
     return needed if on_gpus or spec.gpus or needed > 1 else 0
 

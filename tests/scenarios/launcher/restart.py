@@ -98,7 +98,7 @@ async def judge_kill(show: Stage, report: Report, victim: str, at: float, admitt
     noticed = next(look.when for look in show.looks[victim] if look.when > at and not look.eligible)
     others = [each for each in show.done if each.engine != victim]
     hurt = [each for each in show.done if each.error]
-    tokens, wrong = await show.mismatches()
+    tokens, wrong = await show.mismatches(victim)
     report.facts |= {
         "rollouts": len(show.done),
         "of other engines, with errors": sum(bool(each.error) for each in others if each.engine),

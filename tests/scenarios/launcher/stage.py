@@ -34,6 +34,8 @@ POLL = 0.02
 """Seconds between two looks at ``/fleet``."""
 SIM_SPEED = 60
 """Tokens a second of one simulated sequence: a rollout takes one to two seconds, so a fault strikes inside of many."""
+JUDGED = 200
+"""Rollouts of real engines that are judged besides those of the engine in question."""
 MODEL = Path(".models/tiny")
 ENGINE_PYTHON = Path(".engine/bin/python").absolute()
 
@@ -246,11 +248,18 @@ class Stage:
             if error:
                 await asyncio.sleep(0.05)
 
-    async def mismatches(self) -> tuple[int, int]:
-        """Judge every whole rollout: (tokens, those that the weights they name would not have chosen)."""
+    async def mismatches(self, *always: str) -> tuple[int, int]:
+        """Judge whole rollouts: (tokens, those that the weights they name would not have chosen).
+
+        All of simulated engines; of real ones, a forward pass each, those of the engines named and an even share of the
+        rest.
+        """
         tokens = wrong = 0
-        for each in self.done:
-            if each.piece is None or not each.piece.tokens:
+        whole = [each for each in self.done if each.piece is not None and each.piece.tokens]
+        step = 1 if self.kind == "sim" else max(1, len(whole) // JUDGED)
+        for number, each in enumerate(whole):
+            assert each.piece is not None
+            if number % step and each.engine not in always:
                 continue
             spans = spans_of(each.piece, self.trainer.weights)
             assert spans is not None, each.piece.spans

@@ -125,7 +125,7 @@ async def test_an_engine_that_dies_alone_stays_on_its_node_and_port(cluster: Any
         before = places(show)
         port = show.urls[1].rpartition(":")[2]
         at = time.monotonic()
-        kill_port(port)
+        os.kill(process_on(port), signal.SIGKILL)
         await show.said("ended with exit code 137", 30)
         await show.until(show.ids()[1], "ready", at, 60)
         assert places(show) == before
@@ -150,6 +150,22 @@ async def test_what_no_node_can_hold_is_said(
     assert message in err.decode()
 
 
+async def test_each_engine_sees_its_own_gpus_of_one_node(cluster: Any, tmp_path: Path) -> None:
+    """Ray counts GPUs that a node says it has; a simulated engine does not miss them."""
+    # Ray sets a signal handler when it makes a node, so this cannot be done in another thread.
+    node = cluster.add_node(num_cpus=CPUS, num_gpus=4, **HERE)
+    try:
+        arguments = ["--backend", "ray", "--ray-address", cluster.address, "--gpus-per-engine", "2"]
+        async with stage("sim", tmp_path, *arguments, count=2) as show:
+            seen = [variable(url.rpartition(":")[2], "CUDA_VISIBLE_DEVICES").split(",") for url in show.urls]
+            assert [len(each) for each in seen] == [2, 2]
+            assert sorted(seen[0] + seen[1]) == ["0", "1", "2", "3"]
+            assert {place[0] for place in places(show).values()} == {node.node_id}
+            await show.sync("step-1")
+    finally:
+        await asyncio.to_thread(lose, cluster, node.node_id)
+
+
 async def test_the_fleet_heals_when_a_node_is_killed(cluster: Any, tmp_path: Path) -> None:
     print(await heals("sim", cluster, tmp_path, 60.0, (16, (30, 120))))
 
@@ -158,12 +174,12 @@ async def test_the_fleet_heals_when_a_node_is_killed(cluster: Any, tmp_path: Pat
 async def test_real_engines_heal_too(cluster: Any, tmp_path: Path) -> None:
     if not ENGINE_PYTHON.exists() or not MODEL.exists():
         pytest.skip("needs `make engine model`")
-    await asyncio.to_thread(complete, cluster)
+    complete(cluster)
     print(await heals("vllm", cluster, tmp_path, 300.0, (6, (40, 120))))
 
 
-def kill_port(port: str) -> None:
-    """SIGKILL the engine that was started with this port."""
+def process_on(port: str) -> int:
+    """The engine that was started with this port."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -171,6 +187,11 @@ def kill_port(port: str) -> None:
             except OSError:
                 continue
             if "--port" in words and words[words.index("--port") + 1] == port and "-I" not in words:
-                os.kill(int(entry.name), signal.SIGKILL)
-                return
+                return int(entry.name)
     raise AssertionError(f"no engine on port {port}")
+
+
+def variable(port: str, name: str) -> str:
+    """A variable in the environment of the engine on this port."""
+    items = Path(f"/proc/{process_on(port)}/environ").read_text().split("\0")
+    return next(item.partition("=")[2] for item in items if item.startswith(f"{name}="))
