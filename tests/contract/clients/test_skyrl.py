@@ -147,13 +147,24 @@ async def test_an_engine_that_lost_the_weights_of_worker_methods_stays_out(sky: 
 
 async def test_an_engine_that_failed_a_worker_method_stays_out(sky: SkyClient, fleet: SimFleet) -> None:
     await sky.sync(["old"])
-    fleet.faults(Fault(path="/collective_rpc", action="status", status=500, when="before", times=1), engine=2)
+    await sky.rpc("skyrl_start_weight_update", is_checkpoint_format=True)
+    await sky.rpc("update_weights_nccl", update_info={"names": ["half"]})
+    fleet.faults(Fault(path="/collective_rpc", action="status", status=500, times=1), engine=2)
     with pytest.raises(aiohttp.ClientResponseError) as raised:
-        await sky.sync(["half"])
+        await sky.rpc("skyrl_finish_weight_update")
     assert raised.value.status == 424
     assert fleet.engines[2].url.removeprefix("http://") in raised.value.message
+    assert [engine.core.weights for engine in fleet.engines] == ["half", "half", "old"]
+    # Neither time nor a worker method that it can do gives it the weights that it lacks.
     await asyncio.sleep(PROBES)
-    assert (await fleet.states())[2] == "fenced"
+    await sky.rpc("check_health")
+    await asyncio.sleep(PROBES)
+    assert await fleet.states() == ["ready", "ready", "fenced"]
+    await sky.sync(["whole"])
+    assert (await fleet.states())[2] == "fenced", "worker methods tell the proxy nothing about weights"
+    await sky.control("/weight_checker", {"action": "checksum"})
+    await asyncio.sleep(PROBES)
+    assert await fleet.states() == ["ready"] * 3
 
 
 async def test_equal_checksums_let_an_engine_back_and_stale_ones_do_not(sky: SkyClient, fleet: SimFleet) -> None:
