@@ -102,6 +102,65 @@ async def throughput(stage: Stage, sizes: list[int], save: Any) -> list[dict[str
     return found
 
 
+async def paired(stage: Stage, sizes: list[int], save: Any) -> list[dict[str, Any]]:
+    """(a) Half of the load straight and half through the proxy, at once and on the same engines.
+
+    What the machine does to the engines' speed then happens to both halves alike. The engines give each running rollout
+    a token a step, whatever way it came, so the time of a token of whole rollouts compares the routes.
+    """
+    found: list[dict[str, Any]] = []
+    proxy = await stage.proxy("proxy", stage.urls)
+    await cell(stage, None, min(sizes), stream=False, seed=1)
+    for concurrency in sizes:
+        longer = 1.5 if concurrency > 1024 else 1.0
+        for stream in (True, False):
+            loads = {"straight": Load(), "proxy": Load()}
+            rows: dict[str, list[dict[str, Any]]] = {}
+            clients = max(1, stage.options.clients // 2)
+            try:
+                for name, load in loads.items():
+                    urls = stage.urls if name == "straight" else [proxy.url]
+                    await load.start(urls, concurrency // 2, clients, 23, stream=stream, model=MODEL)
+                async with Counters(stage.urls, stage.session) as counters:
+                    await asyncio.sleep(RAMP * longer * stage.options.scale)
+                    start = time.time()
+                    assert proxy.process is not None
+                    before = cpu_seconds(proxy.process.pid)
+                    await asyncio.sleep(1.4 * WINDOW * longer * stage.options.scale)
+                    end = time.time()
+                    cores = (cpu_seconds(proxy.process.pid) - before) / (end - start)
+                    await asyncio.sleep(0.6)
+                for name, load in loads.items():
+                    rows[name] = await load.stop()
+            finally:
+                for load in loads.values():
+                    load.kill()
+            await idle(stage.urls, stage.session)
+            row: dict[str, Any] = {
+                "concurrency": concurrency,
+                "stream": stream,
+                "tokens_per_second": counters.rate(start, end),
+                "proxy_cores": cores,
+            }
+            for name, mine in rows.items():
+                good = [each for each in mine if start <= each["ended"] <= end and each["outcome"] in GOOD]
+                tokens = sum(each["tokens"] for each in good)
+                spent = sum(each["ended"] - each["started"] for each in good)
+                decode = sum(each["ended"] - each["first"] for each in good)
+                row[name] = shape(mine, start, end, streamed=stream) | {
+                    "tokens": tokens,
+                    "ms_per_token": 1000 * spent / max(1, tokens),
+                    "ms_per_token_after_first": 1000 * decode / max(1, tokens) if stream else None,
+                }
+            found.append(row)
+            say(
+                f"p: {concurrency} {'stream' if stream else 'whole'}: {row['straight']['ms_per_token']:.2f} ms/token "
+                f"straight, {row['proxy']['ms_per_token']:.2f} by the proxy ({cores:.2f} cores)"
+            )
+            save(found)
+    return found
+
+
 async def sync(control: Control, trainer: Trainer, mode: str, seed: int, version: str) -> dict[str, Any]:
     """One whole sync through one URL, as its trainer sees it, and what the proxy says of its parts."""
     started = time.time()
@@ -125,6 +184,7 @@ async def sync(control: Control, trainer: Trainer, mode: str, seed: int, version
         "engines": sum(each["seconds"] for each in calls) - overhead,
         "proxy": overhead,
         "calls": named,
+        "overheads": {each["call"]: each["overhead_seconds"] for each in calls},
         "trouble": last["trouble"],
     }
 
@@ -144,13 +204,13 @@ async def syncs(
         async with Counters(urls, stage.session, 0.25) as counters:
             await asyncio.sleep(RAMP * scale)
             quiet = time.time()
-            await asyncio.sleep(6 * scale)
+            await asyncio.sleep(5 * scale)
             begin = time.time()
             for index in range(count):
                 done.append(await sync(control, trainer, mode, 1 + index % 2, f"{label}{index + 1}"))
                 await asyncio.sleep(gap * scale)
             end = time.time()
-            await asyncio.sleep(7 * scale)
+            await asyncio.sleep(5 * scale)
             over = time.time()
             await asyncio.sleep(0.6)
         rows = await load.stop()
@@ -174,6 +234,13 @@ async def syncs(
         "tokens_per_second_with": made / (end - begin),
         "tokens_lost_per_sync": (rate * (end - begin) - made) / max(1, len(done)),
         "every_seconds": (end - begin) / max(1, len(done)),
+        "overhead_by_call": {
+            name: spread([each["overheads"].get(name, 0.0) for each in done])
+            for name in (done[0]["overheads"] if done else ())
+        },
+        "seconds_by_call": {
+            name: spread([each["calls"].get(name, 0.0) for each in done]) for name in (done[0]["calls"] if done else ())
+        },
         "trouble": [each["trouble"] for each in done if each["trouble"]],
         "example": done[len(done) // 2]["calls"] if done else {},
         "parts_max": max((each["parts"] for each in rows), default=0),
@@ -187,7 +254,7 @@ def spread(values: list[float]) -> dict[str, float | None]:
     return {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99), "max": max(values, default=None)}
 
 
-async def check(
+async def check(  # noqa: D417
     stage: Stage, urls: list[str], proxy: Server, trainer: Trainer, seed: int, version: str
 ) -> dict[str, Any]:
     """Versions and checksums of every engine, and whether its greedy tokens are those of ``transformers``."""

@@ -23,7 +23,7 @@ import tables
 from rig import RunFailed, say
 from stage import Options, Stage, more_files
 
-ROOM = {"a": 150.0, "b": 120.0, "n": 120.0, "c": 120.0, "d": 100.0}
+ROOM = {"a": 150.0, "p": 80.0, "b": 90.0, "n": 70.0, "c": 80.0, "d": 90.0}
 """Seconds that must be left before the deadline for a phase to begin."""
 
 
@@ -72,6 +72,11 @@ class Run:
         sizes = [64, 128] if self.stage.options.sim else [512, 2048]
         await phases.throughput(self.stage, sizes, lambda rows: self.keep("throughput", rows))
 
+    async def paired(self) -> None:
+        """(a), both routes at once."""
+        sizes = [64, 128] if self.stage.options.sim else [512, 2048]
+        await phases.paired(self.stage, sizes, lambda rows: self.keep("paired", rows))
+
     async def fleet_trainer(self) -> Any:
         """The proxy in front of the whole fleet, and a trainer that has joined it."""
         stage = self.stage
@@ -110,6 +115,7 @@ class Run:
     async def syncs(self) -> None:
         """(b) Both engines through one URL."""
         proxy, trainer = await self.fleet_trainer()
+        self.keep("check_before", await phases.check(self.stage, self.stage.urls, proxy, trainer, 0, "u1"))
         await self.rounds("syncs", self.stage.urls, proxy, trainer, ["keep", "abort", "wait"])
 
     async def nccl(self) -> None:
@@ -132,7 +138,7 @@ class Run:
         if self.stage.backend == "fleetgate_cpu" and name == "syncs":
             count = min(count, 15)
         for mode in modes:
-            gap = 0.3 if mode == "wait" else 1.0
+            gap = 0.3 if mode == "wait" else 0.5 if name == "syncs_nccl" else 0.7
             row = await phases.syncs(self.stage, urls, proxy, trainer, mode, count, f"{name}-{mode}-", gap)
             self.found.setdefault(name, []).append(row)
             self.save()
@@ -142,7 +148,7 @@ class Run:
         """(c)."""
         proxy, trainer = await self.fleet_trainer()
         for mode in ("keep", "abort", "wait", "none"):
-            row = await phases.policies(self.stage, proxy, trainer, mode, 30 if mode == "none" else 50)
+            row = await phases.policies(self.stage, proxy, trainer, mode, 20 if mode == "none" else 35)
             self.found.setdefault("policies", []).append(row)
             self.save()
             say(f"c: {mode}: {row['finished_per_minute']:.0f} rollouts/min, errors {row['errors']}")
@@ -156,6 +162,7 @@ class Run:
         """Everything that was asked for."""
         works = {
             "a": ("a throughput", self.throughput),
+            "p": ("p both routes at once", self.paired),
             "b": ("b syncs", self.syncs),
             "n": ("n syncs over nccl", self.nccl),
             "c": ("c ways of pausing", self.policies),
@@ -173,7 +180,7 @@ async def main() -> int:
     parser.add_argument("--sim", action="store_true")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--phases", default="abncd")
+    parser.add_argument("--phases", default="apbncd")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--size", default="0.7b")
     parser.add_argument("--seconds", type=float, default=1100.0, help="all of it must have ended by then")
@@ -186,6 +193,7 @@ async def main() -> int:
         each.mkdir(parents=True, exist_ok=True)
     options = Options(args.sim, args.gpus, args.out.absolute(), args.scale, args.size, time.time() + args.seconds)
     options.work, options.clients = args.work.absolute(), args.clients
+    options.nccl = "n" in args.phases
     # No limit of connections: counters and control calls must never wait for one another.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:

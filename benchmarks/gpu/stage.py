@@ -46,6 +46,8 @@ class Options:
     work: Path = Path("/tmp/gpu/work")
     sim_rate: float = 40.0
     clients: int = 8
+    nccl: bool = True
+    """Whether engines for a trainer over NCCL are raised beside the fleet."""
 
 
 @dataclass
@@ -104,9 +106,8 @@ class Stage:
         """Random weights of seed 0, made here."""
         if self.options.sim:
             return
-        argv = [self.python, "-m", "engine_launcher.tiny_model", str(self.model), "--seed", "0"]
-        for name, value in SHAPES[self.options.size].items():
-            argv += [f"--{name}", str(value)]
+        shape = {name.replace("-", "_"): value for name, value in SHAPES[self.options.size].items()}
+        argv = [self.python, str(rig.HERE / "weights.py"), str(self.model), "--shape", json.dumps(shape)]
         maker = Server("make-model", argv, self.env, self.options.work)
         await maker.start()
         assert maker.process is not None
@@ -120,7 +121,7 @@ class Stage:
         say(f"model made in {time.monotonic() - started:.0f} s")
         self.backend = "sim" if self.options.sim else "ipc"
         self.engines = [self.engine(f"engine-{gpu}", gpu, self.backend) for gpu in range(self.options.gpus)]
-        for gpu in range(1, self.options.gpus):
+        for gpu in range(1, self.options.gpus if self.options.nccl else 1):
             self.spares[f"nccl-{gpu}"] = self.engine(f"nccl-{gpu}", gpu, "nccl")
         everyone = [*self.engines, *self.spares.values()]
         for each in everyone:

@@ -56,6 +56,32 @@ def throughput(rows: list[dict[str, Any]]) -> str:
     return table([*heads, "proxy, cores", "errors"], out)
 
 
+def paired(rows: list[dict[str, Any]]) -> str:
+    """(a), both routes at once."""
+    out = []
+    for each in rows:
+        for route in ("straight", "proxy"):
+            mine, base = each[route], each["straight"]["ms_per_token"]
+            cost = "" if route == "straight" or not base else f"{100 * (mine['ms_per_token'] / base - 1):+.1f} %"
+            out.append(
+                [
+                    f"{each['concurrency']} {'streamed' if each['stream'] else 'not streamed'}, {route}",
+                    f"{mine['ms_per_token']:.2f}",
+                    cost,
+                    ms(mine["ttft_p50"]),
+                    ms(mine["ttft_p99"]),
+                    ms(mine["rollout_p50"]),
+                    ms(mine["rollout_p99"]),
+                    str(mine["finished"]),
+                    str(mine["errors"]),
+                    f"{each['proxy_cores']:.2f}" if route == "proxy" else "",
+                    f"{each['tokens_per_second']:,.0f}",
+                ]
+            )
+    heads = ["rollouts in flight, half by each route", "ms/token", "difference", "TTFT p50 ms", "p99", "rollout p50 ms"]
+    return table([*heads, "p99", "rollouts", "errors", "proxy, cores", "tokens/s of all"], out)
+
+
 def syncs(rows: list[dict[str, Any]]) -> str:
     """(b)."""
     out = []
@@ -133,6 +159,7 @@ def page(found: dict[str, Any]) -> str:
     parts = [f"{found.get('date', '')}: {json.dumps(found.get('versions', {}))}, {found['gpus']} engines"]
     titles = {
         "throughput": ("Throughput", throughput),
+        "paired": ("Both routes at once", paired),
         "syncs": (f"Syncs of all engines ({found.get('backend')})", syncs),
         "syncs_nccl": ("Syncs over NCCL", syncs),
         "policies": ("Ways of pausing", policies),

@@ -24,6 +24,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Final
 
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
+
 SEEDS: Final = (0, 1, 2)
 """Sets of weights held on the GPU, so that a sync never waits for random numbers; 0 is what the model was made with."""
 
@@ -44,17 +46,17 @@ class GpuTrainer:
         import torch
         from transformers import LlamaForCausalLM
 
-        from engine_launcher.tiny_model import tiny_weights
+        import weights
 
         self.args, self.rank, self.torch = args, rank, torch
         self.device = torch.device("cuda", args.device[rank]) if torch.cuda.is_available() else torch.device("cpu")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.model = LlamaForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(self.device).eval()
-        shapes = [(name, tuple(each.shape)) for name, each in self.model.named_parameters()]
+        shapes = weights.shapes_of(self.model)
         self.sets = {0: {name: each.detach().clone() for name, each in self.model.named_parameters()}}
         for seed in SEEDS[1:]:
-            self.sets[seed] = {name: each.to(self.device) for name, each in tiny_weights(shapes, seed).items()}
+            self.sets[seed] = weights.weights(shapes, seed, str(self.device))
         self.bytes = sum(each.numel() * each.element_size() for each in self.model.parameters())
         self.engine: Any = None
         if len(args.device) > 1:
@@ -114,29 +116,41 @@ class GpuTrainer:
         return {"bytes": self.bytes}
 
     def judge(self, seed: int, prompt: list[int], output: list[int]) -> dict[str, Any]:
-        """Which tokens are not the greedy choice, in bfloat16 as served and in float32 as the exact reference."""
+        """Which tokens are the greedy choice: in bfloat16 as served, in float32 as the exact reference.
+
+        ``largest_gap`` is how far, in logits, a served token lies below the exact choice; ``own_gap`` is the same for
+        the reference's own bfloat16, the noise floor; ``other_seed`` is how many tokens other weights would have made.
+        """
         torch = self.torch
         ids = torch.tensor([[*prompt, *output[:-1]]], device=self.device)
         served = torch.tensor(output, device=self.device)
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(self.sets[seed][name])
-            short = self.model(ids).logits[0, len(prompt) - 1 :].float()
+            other = self._logits(SEEDS[(SEEDS.index(seed) + 1) % len(SEEDS)], ids, len(prompt))
+            short = self._logits(seed, ids, len(prompt))
             generated = self.model.generate(
                 ids[:, : len(prompt)], max_new_tokens=len(output), do_sample=False, min_new_tokens=len(output)
             )[0, len(prompt) :].tolist()
             exact = self.model.to(torch.float32)(ids).logits[0, len(prompt) - 1 :]
             self.model.to(torch.bfloat16)
-        gaps = exact.max(dim=-1).values - exact.gather(1, served[:, None])[:, 0]
+        best = exact.max(dim=-1).values
         same = [a == b for a, b in zip(generated, output, strict=False)]
         return {
             "tokens": len(output),
             "equal_bfloat16": int((short.argmax(-1) == served).sum()),
             "equal_float32": int((exact.argmax(-1) == served).sum()),
-            "largest_gap": float(gaps.max()),
-            "logit_std": float(exact.std()),
+            "largest_gap": float((best - exact.gather(1, served[:, None])[:, 0]).max()),
+            "own_equal": int((exact.argmax(-1) == short.argmax(-1)).sum()),
+            "own_gap": float((best - exact.gather(1, short.argmax(-1)[:, None])[:, 0]).max()),
+            "other_seed": int((other.argmax(-1) == served).sum()),
             "generate_equal_until": same.index(False) if False in same else len(same),
+            "distinct": len(set(output)),
         }
+
+    def _logits(self, seed: int, ids: Any, start: int) -> Any:
+        with self.torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.sets[seed][name])
+        return self.model(ids).logits[0, start - 1 :].float()
 
     def close(self) -> dict[str, Any]:
         """Leave."""
@@ -200,7 +214,13 @@ class SimulatedTrainer:
     def judge(self, seed: int, prompt: list[int], output: list[int]) -> dict[str, Any]:
         """Nothing to compare with."""
         del seed, prompt
-        return {"tokens": len(output), "equal_bfloat16": len(output), "equal_float32": len(output), "largest_gap": 0.0}
+        return {
+            "tokens": len(output),
+            "equal_bfloat16": len(output),
+            "equal_float32": len(output),
+            "largest_gap": 0.0,
+            "other_seed": 0,
+        }
 
     def close(self) -> dict[str, Any]:
         """Leave."""
