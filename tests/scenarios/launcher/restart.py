@@ -114,10 +114,15 @@ async def judge_kill(show: Stage, report: Report, victim: str, at: float, admitt
     assert not [each.error for each in others if each.error], [each.error for each in others if each.error]
     for each in hurt:
         assert each.started <= noticed, (each, noticed)
-    between = [look for look in show.looks[victim] if noticed <= look.when < admitted]
-    counts = [look.inflight for look in between]
+    out = []
+    for look in show.looks[victim]:
+        if look.when >= noticed:
+            if look.eligible:
+                break
+            out.append(look)
+    assert {"down", "fenced"} & {look.state for look in out}, out
+    counts = [look.inflight for look in out]
     assert counts == sorted(counts, reverse=True), f"new requests went to the dead engine: {counts}"
-    assert not any(look.eligible for look in between)
     assert tokens
     assert not wrong
     assert "default" not in show.versions()

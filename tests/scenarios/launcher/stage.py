@@ -45,6 +45,10 @@ _headers: ContextVar[dict[str, str]] = ContextVar("headers")
 class SeededTrainer(SimulatedTrainer):
     """Sends the weights that a simulated engine of another seed starts with, so that a checkpoint can hold them."""
 
+    async def init(self) -> int:
+        await self.stop()
+        return await super().init()
+
     async def send(self, sync: Sync) -> None:
         assert self._group is not None
         weights = base_weights(len(self.weights))
