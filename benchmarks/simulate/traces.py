@@ -119,7 +119,7 @@ def agents(random: Random, engines: int, each: int) -> Trace:
 
 
 def saturated(random: Random, engines: int, each: int) -> Trace:
-    trace = agents(random, engines, each * 3 // 2)
+    trace = agents(random, engines, each * 2)
     trace.name, trace.says, trace.concurrency = (
         "saturated",
         "the same, 72 an engine: more than its memory holds",
