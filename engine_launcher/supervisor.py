@@ -65,7 +65,7 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 for each in self._fleet.engines:
-                    self._rolls[each.index] = asyncio.Queue()
+                    self._rolls.setdefault(each.index, asyncio.Queue())
                     group.create_task(self._keep(each), name=f"keep engine {each.index}")
         finally:
             keep.cancel()
@@ -173,9 +173,11 @@ class Supervisor:
             raise LauncherError("a rolling restart needs the proxy's URL, to drain engines first: give --proxy URL")
         self._rolling = True
         try:
-            for each in self.living:
+            for each in self._fleet.engines:
+                if each.index in self._lost:
+                    continue
                 done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._rolls[each.index].put_nowait(done)
+                self._rolls.setdefault(each.index, asyncio.Queue()).put_nowait(done)
                 await done
                 await self._admitted(each)
             _log.info("every engine was restarted")
@@ -220,11 +222,16 @@ class Supervisor:
         deadline = time.monotonic() + self._care.roll_wait
         said = ""
         while time.monotonic() < deadline:
-            known = await self._link.engine(engine.url)
-            if known is not None and known["state"] == "ready" and known["eligible"]:
-                _log.info("%s is admitted", engine.process.name)
-                return
-            reason = "unknown to the proxy" if known is None else f"{known['state']}: {known['reason']}"
+            try:
+                known = await self._link.engine(engine.url)
+            except LinkError as error:
+                # A proxy that is restarted meanwhile is no reason to leave the rest as they are.
+                reason = str(error)
+            else:
+                if known is not None and known["state"] == "ready" and known["eligible"]:
+                    _log.info("%s is admitted", engine.process.name)
+                    return
+                reason = "unknown to the proxy" if known is None else f"{known['state']}: {known['reason']}"
             if reason != said:
                 said = reason
                 _log.info("%s is not admitted yet (%s)", engine.process.name, reason)
@@ -243,7 +250,10 @@ class Supervisor:
             return
         try:
             if self._link is not None:
-                await asyncio.gather(*map(self._link.drain, urls))
+                told = await asyncio.gather(*map(self._link.drain, urls), return_exceptions=True)
+                unknown = [each for each in told if isinstance(each, BaseException)]
+                if len(unknown) == len(urls):
+                    raise unknown[0]
                 idle = await self._link.idle(urls, self._care.drain)
             elif isinstance(self._roster, FileRoster):
                 await self._roster.show(())

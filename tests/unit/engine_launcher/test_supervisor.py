@@ -299,3 +299,45 @@ async def test_with_a_file_alone_the_engines_are_struck_off_and_asked_themselves
     assert not draining.done()
     server.running = 0
     await draining
+
+
+async def test_an_engine_that_the_proxy_does_not_know_keeps_the_others_from_nothing(health: tuple[Health, str]) -> None:
+    class Forgetful(FakeLink):
+        async def drain(self, url: str) -> None:
+            if url.endswith("/0"):
+                raise LinkError("unknown engine")
+            await super().drain(url)
+
+    engines = [FakeEngine(index, f"{health[1]}/{index}") for index in range(2)]
+    link = Forgetful()
+    await Supervisor(FakeFleet(engines), FAST, link=link).drain()  # type: ignore[arg-type]
+    assert link.did == [f"drain {engines[1].url}", f"idle {engines[0].url} {engines[1].url}"]
+
+
+async def test_one_that_was_given_up_is_left_out_of_a_rolling_restart(health: tuple[Health, str]) -> None:
+    engines = [FakeEngine(index, f"{health[1]}/{index}") for index in range(2)]
+    link = FakeLink()
+    care = Care(restarts=0, health_interval=60.0)
+    supervisor = Supervisor(FakeFleet(engines), care, link=link)  # type: ignore[arg-type]
+    async with running(supervisor):
+        engines[0].end(1)
+        await until(lambda: len(supervisor.living) == 1)
+        await supervisor.roll()
+    assert [each.starts for each in engines] == [0, 1]
+
+
+async def test_a_proxy_that_restarts_meanwhile_does_not_end_a_rolling_restart(health: tuple[Health, str]) -> None:
+    class Restarting(FakeLink):
+        asked = 0
+
+        async def engine(self, url: str) -> dict[str, Any]:
+            self.asked += 1
+            if self.asked == 2:
+                raise LinkError("no connection")
+            return await super().engine(url)
+
+    one, link = FakeEngine(0, health[1]), Restarting()
+    supervisor = Supervisor(FakeFleet([one]), Care(health_interval=60.0), link=link)  # type: ignore[arg-type]
+    async with running(supervisor):
+        await supervisor.roll()
+    assert (one.starts, link.asked) == (1, 3)
