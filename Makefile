@@ -76,6 +76,6 @@ lock: ## write the lock files anew from pyproject.toml (needs uv on the PATH)
 	uv pip compile pyproject.toml --extra docs --universal --python-version 3.11 --no-header --no-annotate --no-emit-index-url -q -o requirements/docs.lock
 
 clean: ## remove environments, models and results of runs
-	rm -rf $(VENV) .engine .models .run .bench build *.egg-info
+	rm -rf $(VENV) .engine .models .run .bench .clients .ray build site *.egg-info
 
 -include scripts/*.mk
