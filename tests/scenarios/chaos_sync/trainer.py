@@ -157,7 +157,7 @@ class Trainer:
         """The same call, from which the trainer goes away in the middle."""
         self.replayed += 1
         self.truth.note(f"trainer drops {target} of {request_id}")
-        first = spawn(self._send(method, target, body, request_id), name="dropped call")
+        first = asyncio.ensure_future(self._send(method, target, body, request_id))
         await asyncio.wait({first}, timeout=self.rng.uniform(0.0, 0.03))
         first.cancel()
         with contextlib.suppress(asyncio.CancelledError, aiohttp.ClientError, ConnectionError):
