@@ -8,6 +8,7 @@ verdict is asked again after every await.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import orjson
 from proxy.config import Settings
 from proxy.control.asked import JSON_HEADERS
 from proxy.control.fanout import Shot, fire
-from proxy.core.admission import DEFAULT, UNKNOWN_EPOCH, Decision, Facts, Verdict, judge, next_label, vote
+from proxy.core.admission import DEFAULT, UNKNOWN_EPOCH, Decision, Facts, Verdict, is_automatic, judge, next_label, vote
 from proxy.core.calls import CALLS, custom
 from proxy.core.engine_state import Event, State
 from proxy.core.merge import Leg, Outcome
@@ -48,6 +49,7 @@ class Admission:
         self._fleet = fleet
         self._gate = gate
         self._settling: set[Engine] = set()
+        self._labels_beyond = 0
         self.prober: Prober | None = None
         self.voting = True
         """Whether labels that are seen may still change the fleet's version: until all engines of the start were."""
@@ -95,6 +97,10 @@ class Admission:
             )  # fmt: skip
         if any(label not in (None, DEFAULT) for label in labels):
             fleet.pristine = False
+        if any(label not in (None, DEFAULT) and not is_automatic(label) for label in labels):
+            # The trainer's labels hide which automatic ones an earlier proxy gave out. Two weights must never have
+            # the same label, so these go on from a number that no count of updates reaches.
+            self._labels_beyond = int(time.time())
         self.set_fleet_version(result.version, by="start")
 
     def set_fleet_version(self, version: str | None, *, by: str) -> None:
@@ -112,7 +118,7 @@ class Admission:
 
     def next_label(self) -> str:
         """A label that no engine ever showed."""
-        return next_label([*self._fleet.labels_seen, self._fleet.version])
+        return next_label([*self._fleet.labels_seen, self._fleet.version], beyond=self._labels_beyond)
 
     # One engine
 

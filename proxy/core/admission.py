@@ -150,7 +150,17 @@ def vote(labels: Iterable[str | None]) -> Vote:
     return Vote(winners[0])
 
 
-def next_label(seen: Iterable[str | None]) -> str:
-    """The next automatic label, ``u1, u2...``: beyond any that an engine ever showed, so that none is used twice."""
-    numbers = [int(label[1:]) for label in seen if label and label[0] == "u" and label[1:].isdecimal()]
-    return f"u{max(numbers, default=0) + 1}"
+def is_automatic(label: str) -> bool:
+    """Whether a label has the form of the proxy's own."""
+    return label[:1] == "u" and label[1:].isdecimal()
+
+
+def next_label(seen: Iterable[str | None], *, beyond: int = 0) -> str:
+    """The next automatic label, ``u1, u2...``: beyond any that an engine ever showed, so that none is used twice.
+
+    Args:
+        seen: labels.
+        beyond: a number that it is above as well, where labels may have been used that nobody shows any more.
+    """
+    numbers = [int(label[1:]) for label in seen if label and is_automatic(label)]
+    return f"u{max([*numbers, beyond]) + 1}"

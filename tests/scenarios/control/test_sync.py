@@ -46,6 +46,20 @@ async def test_a_finish_without_a_label_gets_the_next_automatic_one():
         assert fleet.plane.fleet.version == "u2"
 
 
+async def test_a_restarted_proxy_repeats_no_label_that_the_trainers_own_hide():
+    mocks = [await MockEngine().start() for _ in range(2)]
+    async with proxy_for(mocks) as first:
+        await first.sync("w1")
+        assert first.plane.fleet.version == "u1"
+        await first.sync("w2", version="v2")
+    async with proxy_for(mocks) as second:
+        await second.sync("w3")
+        assert second.plane.fleet.version.startswith("u")
+        assert second.plane.fleet.version != "u1"
+    for mock in mocks:
+        await mock.kill()
+
+
 async def test_a_restarted_proxy_uses_no_label_twice():
     mocks = [await MockEngine().start() for _ in range(2)]
     async with proxy_for(mocks) as first:

@@ -91,3 +91,5 @@ def test_a_label_is_never_used_twice(seen):
 def test_labels_count_on():
     assert next_label([]) == "u1"
     assert next_label(["u2", "u10", "default", None]) == "u11"
+    assert next_label(["u2"], beyond=10) == "u11"
+    assert next_label(["u12"], beyond=10) == "u13"
