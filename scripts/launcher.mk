@@ -1,6 +1,6 @@
 # The launcher under fire, Ray on a local cluster of several nodes, and the Kubernetes manifests.
 
-# RESTART_ENGINE=vllm shows it on real engines (some five minutes on two cores); more as RESTART_ARGS="--story restore".
+# RESTART_ENGINE=vllm shows it on real engines (some ten minutes on two cores); more as RESTART_ARGS="--story restore".
 RESTART_ENGINE ?= sim
 RESTART_ARGS ?=
 # What is run of it, such as RAY_PYTEST="-s" to see the time line; with real engines: RAY_PYTEST="-s -m vllm".

@@ -49,7 +49,7 @@ class Size:
     start: float
 
 
-SIZES = {"sim": Size(24, (30, 120), 60.0), "vllm": Size(12, (40, 160), 400.0)}
+SIZES = {"sim": Size(24, (30, 120), 60.0), "vllm": Size(12, (40, 160), 900.0)}
 
 
 async def killed(kind: str, directory: Path, *, restored: bool) -> Report:

@@ -19,7 +19,7 @@ async def test_on_simulated_engines(story: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 async def test_a_killed_vllm_is_admitted_by_the_checksums_of_its_restored_checkpoint(tmp_path: Path) -> None:
     if not ENGINE_PYTHON.exists() or not MODEL.exists():
         if os.environ.get("FLEETGATE_REQUIRE_VLLM") == "1":
