@@ -254,7 +254,7 @@ def spread(values: list[float]) -> dict[str, float | None]:
     return {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99), "max": max(values, default=None)}
 
 
-async def check(  # noqa: D417
+async def check(
     stage: Stage, urls: list[str], proxy: Server, trainer: Trainer, seed: int, version: str
 ) -> dict[str, Any]:
     """Versions and checksums of every engine, and whether its greedy tokens are those of ``transformers``."""

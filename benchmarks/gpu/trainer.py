@@ -44,9 +44,8 @@ class GpuTrainer:
 
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         import torch
-        from transformers import LlamaForCausalLM
-
         import weights
+        from transformers import LlamaForCausalLM
 
         self.args, self.rank, self.torch = args, rank, torch
         self.device = torch.device("cuda", args.device[rank]) if torch.cuda.is_available() else torch.device("cpu")
