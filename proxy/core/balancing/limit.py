@@ -37,9 +37,15 @@ class Limit:
         self._total = 0
         self._good_for = 0
 
-    def over(self, candidate: C, candidates: Sequence[C]) -> bool:
-        """Whether an engine would be over its limit with one more request."""
-        after = candidate.inflight + 1
+    def over(self, candidate: C, candidates: Sequence[C], times: float = 1.0) -> bool:
+        """Whether an engine would be over its limit with one more request.
+
+        Args:
+            candidate: the engine.
+            candidates: all engines that may be chosen.
+            times: how many requests one of this engine counts for, if it is slow.
+        """
+        after = (candidate.inflight + 1) * times
         if after <= FREE * candidate.weight or len(candidates) == 1:
             return False
         if self._shares.look(candidates) or not self._good_for:

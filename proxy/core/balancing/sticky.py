@@ -8,6 +8,7 @@ from typing import Any
 
 from proxy.core.balancing.base import C, Shares
 from proxy.core.balancing.limit import Limit
+from proxy.core.balancing.pace import Pace
 from proxy.core.balancing.ring import Ring
 from proxy.core.balancing.spread import LeastInflight
 
@@ -39,6 +40,9 @@ class Sticky:
     idle proxies agree. A session moves when its engine holds over ``margin`` times what the others hold plus
     ``slack``; it then lives where it went, since the newest prefix is there.
 
+    A request to an engine whose sessions come round many times slower than elsewhere counts as that many requests (see
+    `proxy.core.balancing.pace`), so that sessions leave a slow engine before they pile up there.
+
     A session is live while its last turn began less than ``live`` seconds ago. Were sessions counted for as long as
     they are remembered, single-turn rollouts with an id each would count for hours after they ended, and the first
     turns would go round evenly, to a slow engine as often as to a fast one.
@@ -61,6 +65,7 @@ class Sticky:
         self._spread = LeastInflight()
         self._shares = Shares()
         self._ring = Ring()
+        self._pace = Pace()
         self._by_id: dict[str, Any] = {}
         # A session is in one of the two, each in the order of last use.
         self._live: OrderedDict[bytes, _Session] = OrderedDict()
@@ -81,11 +86,12 @@ class Sticky:
             self._by_id = {candidate.id: candidate for candidate in candidates}
         session = self._live.get(key) or self._idle.get(key)
         if session is not None:
+            self._pace.saw(session.engine, now - session.used)
             chosen: C | None = self._by_id.get(session.engine)
             if (
                 chosen is not None
                 and session.life == self._lives.get(session.engine, 0)
-                and not self._limit.over(chosen, candidates)
+                and not self._limit.over(chosen, candidates, self._pace.times(session.engine))
             ):
                 self._touch(key, session, now)
                 return chosen
@@ -107,7 +113,8 @@ class Sticky:
 
     def _least(self, candidates: Sequence[C], key: bytes) -> C:
         count = self._count
-        loads = [(one.inflight + count.get(one.id, 0) + 1) / one.weight for one in candidates]
+        times = self._pace.times
+        loads = [(one.inflight + count.get(one.id, 0) + 1) * times(one.id) / one.weight for one in candidates]
         low = min(loads)
         if loads.count(low) == 1:
             return candidates[loads.index(low)]
@@ -167,6 +174,7 @@ class Sticky:
         self._lives[engine_id] = self._lives.get(engine_id, 0) + 1
         self._count.pop(engine_id, None)
         self._ring.remove(engine_id)
+        self._pace.forget(engine_id)
 
     def emptied(self, engine_id: str) -> None:
         """Sessions stay: the turns that run there fill its cache again, and no other engine has more of the rest."""
