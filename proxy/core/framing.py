@@ -41,7 +41,8 @@ HOP_BY_HOP: frozenset[bytes] = frozenset(
 _NAME = re.compile(rb"[A-Za-z0-9-]+")
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~-]*)(?::[0-9]{0,5})?")
 _TARGET = re.compile(rb"[\x21\x24-\x7e]+")  # visible ASCII without the quote and the number sign
-_DIGITS = re.compile(rb"[0-9]{1,18}")
+MAX_DIGITS = 18
+"""Digits of a Content-Length: an exabyte less one."""
 _NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,6})?")
 
 MAX_KNOWN_NAMES = 4096
@@ -183,7 +184,7 @@ def inspect(
         elif known == b"content-length":
             # White space around a value is not part of it (RFC 9112 section 5).
             digits = value.strip(b" \t")
-            if head.length is not None or _DIGITS.fullmatch(digits) is None:
+            if head.length is not None or not digits.isdigit() or len(digits) > MAX_DIGITS:
                 raise BadRequest("Content-Length must be one number of decimal digits, given once")
             head.length = int(digits)
         elif known == b"transfer-encoding":

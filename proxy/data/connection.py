@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
+from proxy.core.answers import Fields, read_fields
 from proxy.core.failures import Failure, Kind
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def watch_peer(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Head:
     """The head of an engine's answer.
 
@@ -51,6 +52,7 @@ class Head:
         length: value of Content-Length, or None.
         chunked: the body ends with a zero chunk.
         keep_alive: the engine keeps the connection.
+        said: what its fields say, from one pass over them (`fields`).
     """
 
     status: int
@@ -59,6 +61,13 @@ class Head:
     length: int | None
     chunked: bool
     keep_alive: bool
+    said: Fields | None = None
+
+    def fields(self) -> Fields:
+        """What its fields say."""
+        if self.said is None:
+            self.said = read_fields(self.headers)
+        return self.said
 
     def get(self, name: bytes) -> bytes | None:
         """The first field of this (lower-case) name."""
@@ -260,24 +269,21 @@ class Connection(asyncio.Protocol):
         if 100 <= status < 200 and status != 101:
             return
         self._head_done = True
-        length: int | None = None
-        chunked = False
-        for name, value in self._fields:
-            size = len(name)
-            if size == 14 and name.lower() == b"content-length":
-                length = int(value)
-            elif size == 17 and name.lower() == b"transfer-encoding":
-                if value.lower() != b"chunked":
-                    # Other codings would have to be undone here; no engine that was not broken sends one unasked.
-                    self._refused = f"the answer has the transfer coding {value[:64]!r}, which was not asked for"
-                chunked = True
+        said = read_fields(self._fields)
+        length = said.length
+        coding = said.coding
+        if coding is not None and coding.lower() != b"chunked":
+            # Other codings would have to be undone here; no engine that was not broken sends one unasked.
+            self._refused = f"the answer has the transfer coding {coding[:64]!r}, which was not asked for"
         if self._bodyless and length != 0 and status not in (204, 304):
             # llhttp cannot be told that an answer to HEAD has no body, so this connection ends with it.
             self._complete = True
             self._dirty = True
         if length is None and (self._bodyless or status in (204, 304)):
             length = 0
-        self._head = Head(status, self._reason, self._fields, length, chunked, self._parser.should_keep_alive())
+        self._head = Head(
+            status, self._reason, self._fields, length, coding is not None, self._parser.should_keep_alive(), said
+        )
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body."""

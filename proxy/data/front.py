@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from proxy.server import Server
 
 _log = logging.getLogger("fleetgate.front")
+_REFUSE = Route.REFUSE
+_DATA = Route.DATA
 
 
 class Front(ClientConnection):
@@ -182,11 +184,6 @@ class Front(ClientConnection):
 
     # httptools' side
 
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        self._url = b""
-        self._fields = []
-
     def on_url(self, url: bytes) -> None:
         """A piece of the target."""
         self._url += url
@@ -207,9 +204,10 @@ class Front(ClientConnection):
         """The head is complete: refuse it, or begin (or queue) the request."""
         server = self._server
         parser = self._parser
+        url, self._url = self._url, b""
         head = inspect(
             parser.get_method(),
-            self._url,
+            url,
             parser.get_http_version(),
             self._fields,
             limits=server.plane.limits,
@@ -221,9 +219,9 @@ class Front(ClientConnection):
         if head.via is not None and server.plane.name in head.via:
             raise LoopDetected("the request came back to the proxy that sent it; an engine URL points at the proxy")
         owner = server.owner(head.path)
-        if owner is Route.REFUSE:
+        if owner is _REFUSE:
             raise PathRefused(f"the path {head.path[:128]!r} would be read as a control path; write it plainly")
-        request: Inbound = Exchange(server.plane, self, head) if owner is Route.DATA else server.handoff(self, head)
+        request: Inbound = Exchange(server.plane, self, head) if owner is _DATA else server.handoff(self, head)
         self._arriving = request
         if self._active is None:
             self._start(request)
@@ -279,13 +277,16 @@ class Front(ClientConnection):
             self.linger()
         elif not self.keeps_alive(request) or self.transport.is_closing():
             self.close()
-        else:
+        elif self._queue:
             self.loop.call_soon(self._next)
+        else:
+            self._next()
 
     def _next(self) -> None:
         if self.transport is None or self._active is not None or self.closing:
             return
-        self._arm()
+        if self._timer is None:
+            self._arm()
         if not self._queue:
             self._resume_head()
             return
@@ -300,7 +301,8 @@ class Front(ClientConnection):
     def _resume_head(self) -> None:
         if self._head_since:
             self._head_since = self.loop.time()
-        self.resume_reading()
+        if self.reading_paused:
+            self.resume_reading()
 
     def refuse(self, error: FleetgateError) -> None:
         """Answer with an error when it is its turn, and read nothing more."""

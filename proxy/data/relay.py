@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from proxy.core import answers, routes
+from proxy.core import routes
 from proxy.core.sse import ends_event, looks_whole
 
 if TYPE_CHECKING:
@@ -63,22 +63,23 @@ class Relay:
         self._delimited = no_body or head.chunked or head.length is not None
         if self.pinging:
             return
-        fields, has_id = answers.end_to_end(head.headers)
+        said = head.fields()
+        lines = said.lines
         if head.length is not None and not head.chunked:
             if head.status != 204 and not (no_body and head.length == 0):
-                fields.append((b"Content-Length", b"%d" % head.length))
+                lines.append(b"Content-Length: %d\r\n" % head.length)
         elif not no_body:
             self._chunked = request.http11
         if self.stream:
             # nginx buffers an event stream unless it is told not to.
-            fields.append((b"X-Accel-Buffering", b"no"))
-        self._head(head.status, head.reason, fields, has_id=has_id, more=more)
+            lines.append(b"X-Accel-Buffering: no\r\n")
+        self._head(head.status, head.reason, lines, has_id=said.has_id, more=more)
 
     def switch(self, head: Head) -> None:
         """Pass on a 101 to WebSocket (RFC 6455 section 4.2.2)."""
-        fields, has_id = answers.end_to_end(head.headers)
-        fields += [(b"Connection", b"Upgrade"), (b"Upgrade", b"websocket")]
-        self._head(101, head.reason or b"Switching Protocols", fields, has_id=has_id)
+        said = head.fields()
+        lines = [*said.lines, b"Connection: Upgrade\r\nUpgrade: websocket\r\n"]
+        self._head(101, head.reason or b"Switching Protocols", lines, has_id=said.has_id)
 
     def ping(self) -> None:
         """Keep a held stream's connection busy with an SSE comment, which clients skip.
@@ -89,15 +90,15 @@ class Relay:
             self.pinging = True
             self.stream = True
             self._chunked = self._exchange.head.http11
-            fields = [(b"Content-Type", b"text/event-stream; charset=utf-8"), (b"Cache-Control", b"no-cache")]
-            self._head(200, b"OK", fields)
+            lines = [b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"]
+            self._head(200, b"OK", lines)
         self.write(b": held\n\n")
 
     def _head(
         self,
         status: int,
         reason: bytes,
-        fields: list[tuple[bytes, bytes]],
+        lines: list[bytes],
         *,
         has_id: bool = False,
         more: bool = False,
@@ -105,9 +106,7 @@ class Relay:
         exchange = self._exchange
         client = exchange.client
         plane = exchange.plane
-        parts: list[bytes] = [b"HTTP/1.1 %d " % status, reason, b"\r\n"]
-        for name, value in fields:
-            parts += (name, b": ", value, b"\r\n")
+        parts: list[bytes] = [b"HTTP/1.1 %d " % status, reason, b"\r\n", *lines]
         if exchange.engine is not None:
             parts += (b"X-Fleetgate-Engine: ", exchange.engine.id.encode("ascii"), b"\r\n")
         version = exchange.version or plane.version_header()

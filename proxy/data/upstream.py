@@ -54,6 +54,7 @@ class Upstream:
         """Called when a connection died under a running exchange: the engine's process may be gone."""
         self._idle: deque[Connection] = deque()
         self._sweep: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.ssl_context = (ssl_context or ssl.create_default_context()) if parts.scheme == "https" else None
 
     def __repr__(self) -> str:
@@ -74,7 +75,10 @@ class Upstream:
         if self.idle_limit <= 0:
             connection.close()
             return
-        loop = asyncio.get_running_loop()
+        loop = self._loop
+        if loop is None:
+            # Kept, because uvloop's get_running_loop() asks the kernel for the process id each time.
+            loop = self._loop = asyncio.get_running_loop()
         connection.idle_since = loop.time()
         self._idle.append(connection)
         if self._sweep is None:
