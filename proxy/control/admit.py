@@ -258,7 +258,7 @@ class Admission:
         if not engine.checksums_equal or version is None:
             _log.info("checksums of %s are not those of %r", engine.id, version)
             return
-        if engine.version != version or engine.forsaken:
+        if engine.version != version:
             body = orjson.dumps({"new_version": version})
             shot = Shot(
                 CALLS["/update_weight_version"], "POST", "/update_weight_version", JSON_HEADERS, body,

@@ -120,8 +120,6 @@ class Everyday:
             leg = await fire(engine, shot)
             if leg.outcome is Outcome.TIMED_OUT and engine.alive:
                 return known
-        if engine.forsaken and shot.call.merge is Merge.VERSION and known is not None:
-            return known
         if leg.ok and shot.call.merge is Merge.WORLD_SIZE and "?" not in shot.target:
             data = leg.json()
             size = data.get("world_size") if isinstance(data, dict) else None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from proxy.core.admission import UNKNOWN
 from proxy.core.engine_state import State
 from proxy.core.lifecycle import RoundState
 from proxy.errors import BadRequest, Conflict
@@ -221,18 +220,16 @@ class FleetApi:
             engine.by_hand = False
             plane.admission.review(engine)
         else:
-            await self._admit(engine)
+            self._admit(engine)
         return _json(engine_json(engine, self._now()))
 
-    async def _admit(self, engine: Engine) -> None:
+    def _admit(self, engine: Engine) -> None:
         plane = self._plane
         fleet = plane.fleet
         if engine.state not in (State.FENCED, State.DRAINING, State.READY) or engine.suspect:
             raise Conflict(f"engine {engine.id} is {engine.state}; only one that answers can be admitted")
         if engine.updating:
             raise Conflict(f"engine {engine.id} is inside a weight update; finish it or /resume first")
-        if engine.forsaken or engine.version == UNKNOWN:
-            await self._relabel(engine)
         engine.tainted = False
         engine.failed_call = ""
         engine.owed.clear()
@@ -244,19 +241,6 @@ class FleetApi:
             plane.admission.set_fleet_version(engine.version, by="admit")
         plane.admission.admit(engine, "admitted by hand")
         plane.admission.review_all()
-
-    async def _relabel(self, engine: Engine) -> None:
-        """It shows the label of nobody's weights; the operator says that they are the fleet's.
-
-        Raises:
-            Conflict: it did not take the label, so its answers would name no weights.
-        """
-        plane = self._plane
-        label = plane.fleet.version or plane.admission.next_label()
-        leg = await plane.conductor.updates.marks.label(engine, label, timeout=plane.settings.control_timeout)
-        if not leg.ok:
-            raise Conflict(f"engine {engine.id} did not take the label {label!r}: {leg.said()}")
-        plane.prober.set_version(engine, label)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -139,7 +139,6 @@ class Pauses:
         engines = self._living()
         self._aftermath.missed(asked, shot)
         other = self._lock.current
-        await self._updates.found_half_way()
         hung = set(other.fanout.pending) if other is not None and other.fanout is not None else set()
         shots = [
             (engine, replace(shot, timeout=min(HUNG_RESUME, shot.timeout or HUNG_RESUME)) if engine in hung else shot)
@@ -147,6 +146,7 @@ class Pauses:
         ]
         legs = await self._fan(asked, shots, self._resume_leg)
         await self._give_up()
+        self._updates.half_way = False
         self._updates.break_round("/resume came before its finish")
         if not engines:
             self._open(asked.client)
@@ -176,9 +176,6 @@ class Pauses:
                 seconds = perf_counter() - started
                 return Leg(engine.id, Outcome.DIED, seconds=seconds, detail=why)
             left = limit - (perf_counter() - started)
-        if engine.tainted or engine.updating:
-            await self._updates.marks.forsake([engine])
-            left = max(0.001, limit - (perf_counter() - started))
         deadline = perf_counter() + left
 
         def again(leg: Leg) -> bool:
@@ -210,14 +207,11 @@ class Pauses:
 
     def _broken(self, engines: Sequence[Engine]) -> None:
         """A round broke: where generation is not paused, what runs there ends now; where it is, at the resume."""
+        if self._gate.closed:
+            return
         for engine in engines:
-            if engine.alive:
-                spawn(self._forsake(engine), name=f"forsake {engine.id}")
-
-    async def _forsake(self, engine: Engine) -> None:
-        if engine.inflight and not self._gate.closed:
-            await self.abort_running(engine)
-        await self._updates.marks.forsake([engine])
+            if engine.inflight and engine.alive:
+                spawn(self.abort_running(engine), name=f"abort at {engine.id}")
 
     async def _give_up(self) -> None:
         """Stop waiting for a life-cycle call that still runs, and let it say what that means for its engines."""
@@ -270,12 +264,12 @@ class Pauses:
         paused = [engine for engine in engines if engine.reported_paused]
         if not paused:
             return
-        self._updates.half_way = True
         if len(paused) < len(engines):
             for engine in paused:
                 self._prober.watch_paused(engine)
             return
         who = "a pause found at start"
+        self._updates.half_way = True
         self._gate.close(who)
         self._fleet.emit("gate_closed", by=who)
         self._set_timers(who)

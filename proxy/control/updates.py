@@ -20,11 +20,10 @@ from proxy.control.admit import Admission
 from proxy.control.asked import JSON_HEADERS, Asked, Reply, limit_of, reply_merged
 from proxy.control.fanout import Shot, fire
 from proxy.control.groups import Fan, Groups
-from proxy.control.marks import Marks
 from proxy.core import ranks
 from proxy.core.admission import DEFAULT
 from proxy.core.calls import CALLS
-from proxy.core.lifecycle import Round, RoundState
+from proxy.core.lifecycle import Round
 from proxy.core.merge import UNCERTAIN, Leg, Merged, Outcome, merge
 from proxy.errors import Conflict
 from proxy.fleet.engine import Engine
@@ -33,8 +32,6 @@ from proxy.fleet.registry import Fleet
 
 LABEL_TRIES = 3
 """Tries to label one engine after a good update: the call may be repeated, and an unlabelled engine is a fenced one."""
-
-REPLACED = "its process was replaced meanwhile"
 
 _NOTHING_HAPPENED = frozenset({Outcome.REFUSED, Outcome.MISSING, Outcome.UNREACHABLE})
 
@@ -60,8 +57,6 @@ class Updates:
         self._admission = admission
         self._prober = prober
         self._fan = fan
-        self.marks = Marks(settings, prober)
-        self._reserved: str | None = None
         self._sessions: dict[Engine, int] = {}
         self.round = Round()
         groups.on_init = self._passed_by
@@ -139,24 +134,17 @@ class Updates:
             await self._before_label(call.path, engines, None)
         boots = [(engine, engine.boot) for engine in engines]
         self._enter(engines)
-        marked = alone and not native and all(engine.reported_paused for engine in engines)
-        if marked:
-            # It has no session that would tell the next proxy. Where nothing is generated, nobody sees the label.
-            await self.marks.forsake(engines)
         shot = asked.shot(limit_of(self._settings, asked))
         legs = await self._fan(
             asked, [(engine, shot.with_body(body)) for engine, body in zip(engines, bodies, strict=True)], fire
         )
         merged = merge(call, legs)
         if merged.passed:
-            if marked:
-                await self.marks.restore(engines)
             if not self.round.live:
                 self._leave(engines)
             return reply_merged(call, merged, legs)
         if alone:
-            labelled = not native or any(engine.forsaken for engine in engines)
-            return await self._whole_update(asked, merged, legs, boots, labelled=labelled)
+            return await self._whole_update(asked, merged, legs, boots, labelled=not native)
         if merged.failed:
             self._update_failed(call.path, engines, legs, merged)
         else:
@@ -216,10 +204,6 @@ class Updates:
         known = self.round.live
         boots = [(engine, engine.boot) for engine in engines]
         self._enter(engines)
-        early: tuple[str, list[Leg]] | None = None
-        if label is None and self.round.state is RoundState.UPDATED and self._settings.label_updates is Labels.AUTO:
-            early = await self._label_early(engines)
-            self.round.check(call)
         shot = asked.shot(limit_of(self._settings, asked))
         legs = await self._fan(asked, [(engine, shot) for engine in engines], fire)
         merged = merge(call, legs)
@@ -240,7 +224,6 @@ class Updates:
                 self._leave(engines)
                 self._groups.fence(call.path, engines, merged.failed, taint=False)
             return reply_merged(call, merged, legs)
-        self._reserved = None
         updated = self.round.finished()
         self.half_way = False
         if not updated:
@@ -249,33 +232,21 @@ class Updates:
             if label is None or not boots:
                 self._leave(engines)
                 return reply_merged(call, merged, legs)
-        return await self._complete(asked, merged, legs, boots, label=label, early=early)
+        return await self._complete(asked, merged, legs, boots, label=label)
 
     async def _complete(
-        self,
-        asked: Asked,
-        merged: Merged,
-        legs: list[Leg],
-        boots: list[tuple[Engine, int]],
-        *,
-        label: str | None,
-        early: tuple[str, list[Leg]] | None = None,
+        self, asked: Asked, merged: Merged, legs: list[Leg], boots: list[tuple[Engine, int]], *, label: str | None
     ) -> Reply:
-        """All engines took an update: label it, unless they were labelled early, and let them in."""
+        """All engines took an update: label it and let them in."""
         engines = [engine for engine, _ in boots]
         by = "trainer" if label is not None else "auto"
         wanted = label
-        if early is not None:
-            wanted = early[0]
-        elif wanted is None and self._settings.label_updates is Labels.AUTO:
+        if wanted is None and self._settings.label_updates is Labels.AUTO:
             wanted = self._admission.next_label()
         unlabelled: list[Leg] = []
         if wanted is not None:
-            if early is not None:
-                labelled = await self._still_same(engines, early[1])
-            else:
-                todo = engines if label is None else await self._not_showing(engines, wanted)
-                labelled = await self._label_same(todo, wanted, looked=label is None)
+            todo = engines if label is None else await self._not_showing(engines, wanted)
+            labelled = await self._label_same(todo, wanted, looked=label is None)
             unlabelled = [leg for leg in labelled if not leg.ok and leg.outcome is not Outcome.MISSING]
             if any(leg.outcome is Outcome.MISSING for leg in labelled) and label is None:
                 wanted = None  # servers that know no labels: the number of the update has to do
@@ -318,28 +289,15 @@ class Updates:
         if not looked:
             same = await asyncio.gather(*(self._prober.is_same(engine) for engine in engines))
         ready = [engine for engine, ok in zip(engines, same, strict=True) if ok]
-        labelled = await self._still_same(ready, await asyncio.gather(*(self._label_one(e, label) for e in ready)))
-        legs = dict(zip(ready, labelled, strict=True))
-        return [legs.get(engine) or Leg(engine.id, Outcome.DIED, detail=REPLACED) for engine in engines]
-
-    async def _still_same(self, engines: Sequence[Engine], legs: Sequence[Leg]) -> list[Leg]:
-        """Take back, so that it deceives nobody after a restart of the proxy, a label that met another process."""
-        still = await asyncio.gather(*(self._prober.is_same(engine) for engine in engines))
-        out = list(legs)
-        for index, (engine, ok) in enumerate(zip(engines, still, strict=True)):
-            if not ok and out[index].ok:
+        legs = dict(zip(ready, await asyncio.gather(*(self._label_one(e, label) for e in ready)), strict=True))
+        still = await asyncio.gather(*(self._prober.is_same(engine) for engine in ready))
+        for engine, ok in zip(ready, still, strict=True):
+            if not ok and legs[engine].ok:
+                # Taken back, so that it deceives nobody after a restart of the proxy.
                 await self._label_one(engine, DEFAULT)
-                out[index] = Leg(engine.id, Outcome.DIED, detail=REPLACED)
-        return out
-
-    async def _label_early(self, engines: Sequence[Engine]) -> tuple[str, list[Leg]]:
-        """The proxy's own label goes to the engines before their sessions close.
-
-        So whatever happens to this proxy meanwhile, an old label with no session open never stands for new weights.
-        """
-        wanted = self._reserved = self._reserved or self._admission.next_label()
-        self._fleet.labels_seen.add(wanted)
-        return wanted, list(await asyncio.gather(*(self._label_one(engine, wanted) for engine in engines)))
+                del legs[engine]
+        replaced = "its process was replaced meanwhile"
+        return [legs.get(engine) or Leg(engine.id, Outcome.DIED, detail=replaced) for engine in engines]
 
     async def _not_showing(self, engines: Sequence[Engine], label: str) -> list[Engine]:
         """Engines that finished but do not show the label: older servers ignore it in a finish."""
@@ -407,25 +365,12 @@ class Updates:
         self._fleet.refresh()
         self._admission.review_all()
 
-    async def found_half_way(self) -> None:
-        """A resume comes after a pause that was found at start: was an update running then?
-
-        If it was on one engine it was on all.
-        """
-        if self.half_way and not self.round.live:
-            engines = self._groups.living()
-            if await self.marks.close_sessions(engines):
-                self._enter(engines)
-                self._break(engines, "it was left half done before this proxy started")
-        self.half_way = False
-
     def break_round(self, why: str) -> None:
         """The round cannot end well any more: whoever is in it holds nobody's weights."""
         if self.round.broken(why):
             self._break([engine for engine in self._fleet if engine.updating], why)
 
     def _break(self, engines: Sequence[Engine], why: str) -> None:
-        self._reserved = None
         hit = [engine for engine in engines if engine.updating]
         for engine in hit:
             engine.updating = False

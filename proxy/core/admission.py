@@ -24,10 +24,6 @@ from enum import StrEnum
 DEFAULT = "default"
 """vLLM's label before anybody sets one."""
 
-UNKNOWN = "fleetgate-unknown"
-"""The label of engines whose weights are nobody's: a weight update broke there. It is for the next proxy to find, which
-could not tell otherwise that an old label speaks for weights that are gone. It wins no vote and admits nobody."""
-
 UNKNOWN_EPOCH = -1
 """The engine's weights are not known to be any update's: it restarted."""
 
@@ -143,12 +139,10 @@ class Vote:
 
 def vote(labels: Iterable[str | None]) -> Vote:
     """The label that most engines hold. ``default`` never wins against a real label; a tie has no winner."""
-    shown = list(labels)
-    counts = Counter(label for label in shown if label is not None and label != UNKNOWN)
+    counts = Counter(label for label in labels if label is not None)
     real = Counter({label: count for label, count in counts.items() if label != DEFAULT})
     if not real:
-        # Where updates were made, an engine that shows the default has missed them all.
-        return Vote(DEFAULT if counts and UNKNOWN not in shown else None)
+        return Vote(DEFAULT if counts else None)
     best = max(real.values())
     winners = sorted(label for label, count in real.items() if count == best)
     if len(winners) > 1:

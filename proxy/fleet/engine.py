@@ -45,7 +45,6 @@ class Engine:
         world_size: workers of this server (``GET /get_world_size``).
         weight: share of the load relative to others; the world size unless it is unknown.
         tainted: an update began and did not end well, or its weights were wiped.
-        forsaken: it was labelled `proxy.core.admission.UNKNOWN`; `version` keeps what it showed before.
         updating: it is inside an update round, so its weights are nobody's.
         asleep: what ``/sleep`` took away and ``/wake_up`` has not brought back: ``weights``, ``kv_cache``.
         epoch: number of the last update that it is known to hold (`Fleet.epoch`); -1 after a restart.
@@ -82,7 +81,6 @@ class Engine:
     world_size: int | None = None
     weight: float = 1.0
     tainted: bool = False
-    forsaken: bool = False
     updating: bool = False
     asleep: frozenset[str] = frozenset()
     epoch: int = 0
@@ -124,7 +122,7 @@ class Engine:
         """Another process answers: nothing that was known of its weights and its pauses holds."""
         self.boot += 1
         self.epoch = UNKNOWN_EPOCH
-        self.tainted = self.updating = self.paused = self.forsaken = False
+        self.tainted = self.updating = self.paused = False
         self.asleep = frozenset()
         self.by_hand = None if self.by_hand else self.by_hand
         self.owed.clear()

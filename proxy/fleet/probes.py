@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from proxy.config import Settings
-from proxy.core.admission import UNKNOWN
 from proxy.core.engine_state import Event, State
 from proxy.core.failures import Kind
 from proxy.core.identity import START_TIME_SLACK, Look, restarted, start_time
@@ -275,9 +274,6 @@ class Prober:
 
     def set_version(self, engine: Engine, version: str) -> None:
         """Remember the label an engine showed or took."""
-        if version == UNKNOWN and engine.forsaken:
-            return
-        engine.forsaken = False
         self._fleet.labels_seen.add(version)
         if version != engine.version:
             before, engine.version = engine.version, version

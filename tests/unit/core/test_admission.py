@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.admission import DEFAULT, UNKNOWN, UNKNOWN_EPOCH, Decision, Facts, judge, next_label, vote
+from proxy.core.admission import DEFAULT, UNKNOWN_EPOCH, Decision, Facts, judge, next_label, vote
 
 GOOD = Facts(version="v1", fleet_version="v1", pristine=False, epoch=3, fleet_epoch=3, recorded=True)
 
@@ -93,11 +93,3 @@ def test_labels_count_on():
     assert next_label(["u2", "u10", "default", None]) == "u11"
     assert next_label(["u2"], beyond=10) == "u11"
     assert next_label(["u12"], beyond=10) == "u13"
-
-
-def test_the_label_of_nobodys_weights_wins_no_vote():
-    assert vote([UNKNOWN, UNKNOWN, "v1"]).version == "v1"
-    assert vote([UNKNOWN, UNKNOWN]).version is None
-    assert vote([UNKNOWN, "default", "default"]).version is None
-    assert judge(replace(GOOD, version=UNKNOWN)).decision is not Decision.ADMIT
-    assert judge(replace(GOOD, version=UNKNOWN, fleet_version=None)).decision is not Decision.ADMIT
