@@ -51,6 +51,7 @@ class Admission:
         self._settling: set[Engine] = set()
         self._labels_beyond = 0
         self.prober: Prober | None = None
+        self._judging = False
         self.voting = True
         """Whether labels that are seen may still change the fleet's version: until all engines of the start were."""
 
@@ -106,6 +107,7 @@ class Admission:
     def set_fleet_version(self, version: str | None, *, by: str) -> None:
         """The fleet has these weights now."""
         fleet = self._fleet
+        self._judging = True
         before, fleet.version = fleet.version, version
         if version is not None:
             fleet.labels_seen.add(version)
@@ -128,7 +130,13 @@ class Admission:
             self.review(engine)
 
     def review(self, engine: Engine) -> None:
-        """Ask the rules about one engine and do what they say. Never waits; catching up happens in the background."""
+        """Ask the rules about one engine and do what they say. Never waits; catching up happens in the background.
+
+        Before the first count of labels nothing is known of the fleet: what looks untouched may have missed every
+        update, so nobody is let in, whatever call comes that early.
+        """
+        if not self._judging:
+            return
         if self._fleet.engines.get(engine.id) is not engine or not engine.alive:
             return
         if engine.suspect or engine.state is State.STARTING:

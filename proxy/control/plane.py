@@ -85,7 +85,8 @@ class ControlPlane:
                 self.members.add(url)
         self._first = set(self.fleet)
         await asyncio.gather(*(self._first_look(engine) for engine in self._first))
-        self.admission.count_votes()
+        if self.admission.voting:
+            self.admission.count_votes()
         self._started = True
         self._settle_votes()
         self.conductor.pauses.recover()

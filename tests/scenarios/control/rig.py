@@ -144,7 +144,7 @@ async def rig(count: int = 2, *, engines: list[MockEngine] | None = None, **sett
 
 
 @asynccontextmanager
-async def proxy_for(mocks: list[MockEngine], **settings: Any) -> AsyncIterator[Rig]:
+async def proxy_for(mocks: list[MockEngine], *, wait: bool = True, **settings: Any) -> AsyncIterator[Rig]:
     fleet = Fleet(asyncio.get_running_loop().time)
     config = Settings(engine=[mock.url for mock in mocks], **{**FAST, **settings})
     data = FakeData(fleet)
@@ -155,13 +155,16 @@ async def proxy_for(mocks: list[MockEngine], **settings: Any) -> AsyncIterator[R
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    await plane.start()
+    starting = asyncio.ensure_future(plane.start())
+    if wait:
+        await starting
     base = f"http://127.0.0.1:{runner.addresses[0][1]}"
     async with aiohttp.ClientSession() as http:
         try:
             yield Rig(mocks, plane, data, base, http, events)
             assert {kind for kind, _ in events} <= KINDS
         finally:
+            await starting
             await plane.stop()
             await runner.cleanup()
             for engine in fleet:
