@@ -19,7 +19,7 @@ def bars(rows: list[Row]) -> str:
     sizes = list(dict.fromkeys(row["engines"] for row in rows))
     names = list(dict.fromkeys(row["trace"] for row in rows))
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    wide, high, left, top = 150, 120, 60, 50
+    wide, high, left, top = 150, 120, 84, 62
     out = [_open(left + wide * len(names) + 10, top + (high + 40) * len(sizes) + 40)]
     out.append(
         f"<text x='{left}' y='18' {_STYLE} font-weight='bold'>p99 completion of a rollout, times the best</text>"
@@ -55,7 +55,7 @@ def bars(rows: list[Row]) -> str:
                     f"fill='{colour}'><title>{escape(tip)}</title></rect>"
                 )
                 if ratio > 3.5:
-                    out.append(f"<text x='{at:.1f}' y='{base - high - 2}' {_STYLE} font-size='9'>{ratio:.0f}x</text>")
+                    out.append(f"<text x='{at:.1f}' y='{base - high - 2}' {_STYLE}>{ratio:.0f}x</text>")
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

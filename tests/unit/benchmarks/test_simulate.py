@@ -140,3 +140,10 @@ def test_the_sweep_is_relative_to_the_best_and_drawn():
         "| none | 2.00 / 2.00 |",
     ]
     ET.fromstring(plot.sweep([{**row, "margin": None if row["margin"] == inf else row["margin"]} for row in rows]))
+
+
+def test_a_bar_that_goes_off_the_plot_says_how_far():
+    rows = [{"engines": 8, "trace": "t", "policy": name, "p99": p99} for name, p99 in (("a < b", 10.0), ("c", 93.0))]
+    texts = [item.text for item in ET.fromstring(plot.bars(rows)).iter("{http://www.w3.org/2000/svg}text")]
+    assert "9x" in texts
+    assert "a < b" in texts
