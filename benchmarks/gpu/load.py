@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -61,6 +62,7 @@ class Rollout:
     attempts: int = 1
     version: str = ""
     parts: int = 1
+    url: str = ""
     detail: str = field(default="", repr=False)
 
 
@@ -166,7 +168,8 @@ class Client:
 
     async def slot(self, share: float) -> None:
         """One rollout after another; the first is in the middle, so that a load is steady from its start."""
-        url = urlsplit(self.plan.urls[self.turn % len(self.plan.urls)])
+        where = self.plan.urls[self.turn % len(self.plan.urls)]
+        url = urlsplit(where)
         self.turn += 1
         connection: Answer | None = None
         loop = asyncio.get_running_loop()
@@ -176,7 +179,7 @@ class Client:
             wanted = max(2, round(self.length() * share))
             share = 1.0
             prompt = [self.random.randrange(256) for _ in range(self.random.randint(*self.plan.prompt))]
-            rollout = Rollout(time.time(), wanted)
+            rollout = Rollout(time.time(), wanted, url=where)
             self.current[task] = rollout
             try:
                 while True:
@@ -283,7 +286,8 @@ class Client:
         sys.stdout.write(json.dumps({"rollouts": rows, "broken": broken}) + "\n")
         sys.stdout.flush()
         # The thread on standard input would hold the exit up where the limit came first.
-        sys.stdin.close() if stop.done() else __import__("os")._exit(0)
+        if not stop.done():
+            os._exit(0)
 
 
 def main() -> None:

@@ -34,49 +34,22 @@ FLASH: Final = "_vllm_fa3_C"
 
 THERE: Final = frozenset(
     [
-        "absl-py",
-        "accelerate",
         "aiofiles",
-        "annotated-doc",
-        "anyio",
-        "attrs",
         "build",
-        "certifi",
-        "charset-normalizer",
-        "click",
-        "cloudpickle",
-        "cmake",
-        "colorama",
         "contourpy",
-        "coverage",
-        "cython",
         "einops",
         "filelock",
-        "flatbuffers",
         "fsspec",
         "grpcio",
-        "h11",
         "h5py",
         "hf-xet",
-        "httpcore",
-        "httpx",
         "huggingface-hub",
-        "humanize",
-        "hypothesis",
-        "idna",
         "jinja2",
         "joblib",
         "llvmlite",
         "lxml",
-        "markdown",
-        "markdown-it-py",
         "markupsafe",
-        "mdurl",
-        "ml-dtypes",
         "mpmath",
-        "msgpack",
-        "multipledispatch",
-        "narwhals",
         "networkx",
         "ninja",
         "numba",
@@ -88,46 +61,28 @@ THERE: Final = frozenset(
         "pillow",
         "pip",
         "pluggy",
-        "portalocker",
-        "prometheus-client",
         "protobuf",
-        "psutil",
         "pyarrow",
-        "py-cpuinfo",
-        "pygments",
-        "pyparsing",
-        "python-dateutil",
-        "pyyaml",
         "regex",
-        "requests",
-        "rich",
         "safetensors",
         "scikit-learn",
         "scipy",
         "sentencepiece",
         "setuptools",
         "shellingham",
-        "simplejson",
         "six",
-        "sortedcontainers",
         "sympy",
-        "tabulate",
         "tiktoken",
         "tokenizers",
         "tqdm",
         "transformers",
         "typer",
-        "typing-extensions",
-        "typing-inspection",
-        "urllib3",
-        "uvloop",
         "wheel",
         "wrapt",
-        "xxhash",
         "zipp",
     ]
 )
-"""Distributions that the GPU machine's image holds, new enough for vLLM and for the proxy."""
+"""What the GPU machine's image holds. Small things are brought all the same: a list of an image is soon old."""
 
 NOT_NEEDED: Final = re.compile(
     r"torch|triton|nvidia|intel|vllm|fleetgate|fastapi-cl|sentry|rich-toolkit|fastar|rignore"
@@ -162,15 +117,14 @@ def wanted(engine_python: Path) -> list[str]:
     return found
 
 
-def compress(members: list[tuple[str, bytes | zipfile.ZipInfo]], wheel: zipfile.ZipFile, target: Path) -> None:
+def compress(members: list[zipfile.ZipInfo], wheel: zipfile.ZipFile, target: Path) -> None:
     """An ``.tar.xz`` of members of the wheel; an unfinished one never has the final name."""
     part = target.with_suffix(".part")
     with lzma.open(part, "wb", preset=6) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
-        for name, info in members:
-            assert isinstance(info, zipfile.ZipInfo)
-            entry = tarfile.TarInfo(name)
+        for info in members:
+            entry = tarfile.TarInfo(info.filename)
             entry.size = info.file_size
-            entry.mode = 0o755 if name.endswith(".so") else 0o644
+            entry.mode = 0o755 if info.filename.endswith(".so") else 0o644
             with wheel.open(info) as source:
                 tar.addfile(entry, source)
     part.rename(target)
@@ -180,17 +134,15 @@ def pack_vllm(wheel_path: Path, work: Path) -> list[Path]:
     """Three archives: the largest library, FlashAttention 3, and the rest."""
     archives = [work / f"{each}.tar.xz" for each in ("library", "flash", "rest")]
     with zipfile.ZipFile(wheel_path) as wheel:
-        parts: list[list[tuple[str, bytes | zipfile.ZipInfo]]] = [[], [], []]
+        parts: list[list[zipfile.ZipInfo]] = [[], [], []]
         for info in wheel.infolist():
             if info.is_dir() or DROPPED.match(info.filename):
                 continue
             which = 0 if info.filename == LARGEST else 1 if FLASH in info.filename else 2
-            parts[which].append((info.filename, info))
+            parts[which].append(info)
         for archive, members in zip(archives, parts, strict=True):
             if not archive.exists():
-                print(
-                    f"packing {archive.name}: {sum(i.file_size for _, i in members if isinstance(i, zipfile.ZipInfo)) / 1e6:.0f} MB"
-                )
+                print(f"packing {archive.name}: {sum(each.file_size for each in members) / 1e6:.0f} MB")
                 compress(members, wheel, archive)
     return archives
 

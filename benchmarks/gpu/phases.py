@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any, Final
 
-from rig import Control, Counters, Load, RunFailed, Server, Trainer, cpu_seconds, idle, quantile, say
+from rig import Control, Counters, Load, Server, Trainer, cpu_seconds, idle, quantile, say
 from stage import MODEL, Stage
 
 RAMP: Final = 3.0
@@ -106,35 +106,33 @@ async def paired(stage: Stage, sizes: list[int], save: Any) -> list[dict[str, An
     """(a) Half of the load straight and half through the proxy, at once and on the same engines.
 
     What the machine does to the engines' speed then happens to both halves alike. The engines give each running rollout
-    a token a step, whatever way it came, so the time of a token of whole rollouts compares the routes.
+    a token a step, whatever way it came, so the time of a token of whole rollouts compares the routes. The same client
+    processes take both routes in turn, and only rollouts that began in the window count: neither half has a start.
     """
     found: list[dict[str, Any]] = []
+    options = stage.options
     proxy = await stage.proxy("proxy", stage.urls)
     await cell(stage, None, min(sizes), stream=False, seed=1)
+    urls = [each for engine in stage.urls for each in (engine, proxy.url)]
     for concurrency in sizes:
-        longer = 1.5 if concurrency > 1024 else 1.0
+        longer = 2.5 if concurrency > 1024 else 1.0
         for stream in (True, False):
-            loads = {"straight": Load(), "proxy": Load()}
-            rows: dict[str, list[dict[str, Any]]] = {}
-            clients = max(1, stage.options.clients // 2)
+            load = Load()
+            clients = options.clients * (2 if concurrency > 1024 else 1)
             try:
-                for name, load in loads.items():
-                    urls = stage.urls if name == "straight" else [proxy.url]
-                    await load.start(urls, concurrency // 2, clients, 23, stream=stream, model=MODEL)
+                await load.start(urls, concurrency, clients, 23, stream=stream, model=MODEL)
                 async with Counters(stage.urls, stage.session) as counters:
-                    await asyncio.sleep(RAMP * longer * stage.options.scale)
+                    await asyncio.sleep(RAMP * longer * options.scale)
                     start = time.time()
                     assert proxy.process is not None
                     before = cpu_seconds(proxy.process.pid)
-                    await asyncio.sleep(1.4 * WINDOW * longer * stage.options.scale)
+                    await asyncio.sleep(1.5 * WINDOW * longer * options.scale)
                     end = time.time()
                     cores = (cpu_seconds(proxy.process.pid) - before) / (end - start)
                     await asyncio.sleep(0.6)
-                for name, load in loads.items():
-                    rows[name] = await load.stop()
+                rows = await load.stop()
             finally:
-                for load in loads.values():
-                    load.kill()
+                load.kill()
             await idle(stage.urls, stage.session)
             row: dict[str, Any] = {
                 "concurrency": concurrency,
@@ -142,16 +140,11 @@ async def paired(stage: Stage, sizes: list[int], save: Any) -> list[dict[str, An
                 "tokens_per_second": counters.rate(start, end),
                 "proxy_cores": cores,
             }
-            for name, mine in rows.items():
-                good = [each for each in mine if start <= each["ended"] <= end and each["outcome"] in GOOD]
-                tokens = sum(each["tokens"] for each in good)
-                spent = sum(each["ended"] - each["started"] for each in good)
-                decode = sum(each["ended"] - each["first"] for each in good)
-                row[name] = shape(mine, start, end, streamed=stream) | {
-                    "tokens": tokens,
-                    "ms_per_token": 1000 * spent / max(1, tokens),
-                    "ms_per_token_after_first": 1000 * decode / max(1, tokens) if stream else None,
-                }
+            for name in ("straight", "proxy"):
+                mine = [each for each in rows if (each["url"] == proxy.url) == (name == "proxy")]
+                fresh = [each for each in mine if each["started"] >= start]
+                row[name] = shape(fresh, start, end, streamed=stream) | per_token(fresh, end, streamed=stream)
+                row[name]["errors"] = shape(mine, start, end, streamed=stream)["errors"]
             found.append(row)
             say(
                 f"p: {concurrency} {'stream' if stream else 'whole'}: {row['straight']['ms_per_token']:.2f} ms/token "
@@ -159,6 +152,19 @@ async def paired(stage: Stage, sizes: list[int], save: Any) -> list[dict[str, An
             )
             save(found)
     return found
+
+
+def per_token(rows: list[dict[str, Any]], end: float, *, streamed: bool) -> dict[str, Any]:
+    """Milliseconds a token of the whole rollouts in a window, and their mean length: unequal lengths compare nothing."""
+    good = [each for each in rows if each["ended"] <= end and each["outcome"] in GOOD]
+    tokens = sum(each["tokens"] for each in good)
+    whole = sum(each["ended"] - each["started"] for each in good)
+    decode = sum(each["ended"] - each["first"] for each in good)
+    return {
+        "tokens": tokens,
+        "ms_per_token": 1000 * whole / max(1, tokens),
+        "ms_per_token_after_first": 1000 * decode / max(1, tokens) if streamed else None,
+    }
 
 
 async def sync(control: Control, trainer: Trainer, mode: str, seed: int, version: str) -> dict[str, Any]:
@@ -267,12 +273,17 @@ async def check(
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 128, "temperature": 0.0, "ignore_eos": True}
         answer = await engine.post("/v1/completions", body | {"return_token_ids": True})
         judged.append(await trainer.ask("judge", seed=seed, prompt=prompt, output=answer["choices"][0]["token_ids"]))
+    ours = (await trainer.ask("sums", seed=seed))["sums"]
+    theirs = {name.rpartition(":")[2]: value for name, value in sums[0].items()}
+    common = ours.keys() & theirs.keys()
     through = await Control(proxy.url, stage.session).post("/weight_checker", {"action": "checksum"})
     return {
         "versions": labels,
         "versions_right": all(each == version for each in labels),
         "checksums": len(sums[0]),
         "checksums_equal": all(each == sums[0] for each in sums),
+        "trainers_checksums": len(common),
+        "trainers_checksums_equal": sum(ours[each] == theirs[each] for each in common),
         "proxy_says_match": through.get("match", True),
         "greedy": judged,
     }
@@ -313,84 +324,3 @@ async def policies(stage: Stage, proxy: Server, trainer: Trainer, mode: str, win
         "asked_again": sum(each["parts"] > 1 for each in rows),
         **result,
     }
-
-
-async def kill(stage: Stage, proxy: Server, trainer: Trainer, version: str) -> dict[str, Any]:
-    """(d) One engine killed in the middle of streamed and whole rollouts, started again, and synced."""
-    scale = stage.options.scale
-    control = Control(proxy.url, stage.session)
-    victim = stage.engines[-1]
-    survivor_urls = stage.urls[:-1]
-    half = stage.facts["sync_load"] // 4
-    loads = [Load(), Load()]
-    states: list[tuple[float, str]] = []
-    watching = asyncio.ensure_future(watch(control, victim.url, states))
-    clients = max(1, stage.options.clients // 2)
-    try:
-        await loads[0].start([proxy.url], half, clients, 17, model=MODEL, stream=True)
-        await loads[1].start([proxy.url], half, clients, 19, model=MODEL, stream=False)
-        async with Counters(survivor_urls, stage.session, 0.25) as counters:
-            await asyncio.sleep((RAMP + 6) * scale)
-            killed = time.time()
-            victim.kill()
-            assert victim.process is not None
-            await victim.process.wait()
-            await victim.start()
-            up = asyncio.ensure_future(victim.healthy(stage.session, 240))
-            await asyncio.sleep(8 * scale)
-            one_left = counters.rate(killed + 2 * scale, time.time())
-            before = counters.rate(killed - 6 * scale, killed)
-            await up
-            healthy = time.time()
-            await asyncio.sleep(3)
-            fenced = states[-1][1] if states else "?"
-            joined = time.time()
-            await trainer.ask("init")
-            await sync(control, trainer, "keep", 1, version)
-            synced = time.time()
-            await asyncio.sleep(4 * scale)
-        rows = [row for load in loads for row in await load.stop()]
-    finally:
-        for each in loads:
-            each.kill()
-        watching.cancel()
-    await idle(stage.urls, stage.session)
-    ours = victim.url.removeprefix("http://")
-    bad = [each for each in rows if each["outcome"] not in (*GOOD, "cut")]
-    later = [(when - killed, state) for when, state in states if when >= killed]
-    ready = [when for when, state in later if state == "ready" and when > healthy - killed - 1]
-    return {
-        "rollouts": len(rows),
-        "finished": sum(each["outcome"] in GOOD for each in rows),
-        "lost_on_killed": sum(each["engine"] == ours for each in bad),
-        "lost_elsewhere": sum(each["engine"] != ours for each in bad),
-        "outcomes": sorted({f"{each['outcome']}: {each['detail'][:120]}" for each in bad}),
-        "lost_not_streamed": sum(each["first"] == 0 or not each["engine"] for each in bad),
-        "sent_again_by_proxy": sum(each["attempts"] > 1 for each in rows),
-        "seconds_to_out_of_service": later[0][0] if later else None,
-        "seconds_to_healthy_again": healthy - killed,
-        "state_when_back": fenced,
-        "seconds_init_and_sync": synced - joined,
-        "seconds_to_ready": ready[0] if ready else None,
-        "states": later,
-        "others_tokens_per_second": {"before": before, "after": one_left},
-        "used_after_ready": sum(
-            each["engine"] == ours and bool(ready) and each["started"] > killed + ready[0] for each in rows
-        ),
-        "check": await check(stage, stage.urls, proxy, trainer, 1, version),
-    }
-
-
-async def watch(control: Control, url: str, states: list[tuple[float, str]]) -> None:
-    """Note each change of an engine's state."""
-    last = ""
-    while True:
-        try:
-            fleet = await control.get("/fleet")
-            state = next((each["state"] for each in fleet["engines"] if each["url"] == url), "gone")
-        except (OSError, TimeoutError, ValueError, RunFailed):
-            state = "?"
-        if state != last:
-            states.append((time.time(), state))
-            last = state
-        await asyncio.sleep(0.02)

@@ -18,9 +18,10 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
 import aiohttp
+import killing
 import phases
 import tables
-from rig import RunFailed, say
+from rig import Control, RunFailed, say
 from stage import Options, Stage, more_files
 
 ROOM = {"a": 150.0, "p": 80.0, "b": 90.0, "n": 70.0, "c": 80.0, "d": 90.0}
@@ -123,14 +124,28 @@ class Run:
         stage = self.stage
         urls = [each.url for name, each in stage.spares.items() if name.startswith("nccl-")]
         proxy = await stage.proxy("proxy-nccl", urls)
-        trainer = await stage.trainer("trainer-nccl", "nccl", proxy.url, [0])
-        try:
+        probes: dict[str, Any] = {}
+        tries: list[tuple[str, str, list[str]]] = [
+            ("through the proxy", proxy.url, []),
+            ("through the proxy, unpacked", proxy.url, ["--unpacked"]),
+        ]
+        if len(urls) == 1:
+            tries.append(("straight", urls[0], []))
+        # Where the weights do not arrive, the same without packing and then without the proxy says whose fault it is.
+        for name, url, extra in tries:
+            trainer = await stage.trainer("trainer-nccl", "nccl", url, [0], *extra)
             await trainer.ask("init")
-            await trainer.ask("send", seed=0)
-            await self.rounds("syncs_nccl", urls, proxy, trainer, ["keep", "abort"])
-        finally:
-            await stage.drop("trainer-nccl")
-            await stage.drop("proxy-nccl")
+            await trainer.ask("send", seed=1)
+            version = (await Control(urls[0], stage.session).get("/weight_info"))["weight_version"]
+            probes[name] = await phases.check(stage, urls, proxy, trainer, 1, version)
+            self.keep("nccl_probes", probes)
+            judged = probes[name]["greedy"][0]
+            say(f"n: {name}: greedy {judged['equal_bfloat16']} of {judged['tokens']}")
+            if judged["equal_bfloat16"] > judged["tokens"] // 2 and name != "straight":
+                await self.rounds("syncs_nccl", urls, proxy, trainer, ["keep", "abort"])
+                break
+        await stage.drop("trainer-nccl")
+        await stage.drop("proxy-nccl")
 
     async def rounds(self, name: str, urls: list[str], proxy: Any, trainer: Any, modes: list[str]) -> None:
         """One mode after another."""
@@ -147,7 +162,7 @@ class Run:
     async def policies(self) -> None:
         """(c)."""
         proxy, trainer = await self.fleet_trainer()
-        for mode in ("keep", "abort", "wait", "none"):
+        for mode in ("none", "keep", "abort", "wait"):
             row = await phases.policies(self.stage, proxy, trainer, mode, 20 if mode == "none" else 35)
             self.found.setdefault("policies", []).append(row)
             self.save()
@@ -156,7 +171,7 @@ class Run:
     async def kill(self) -> None:
         """(d)."""
         proxy, trainer = await self.fleet_trainer()
-        self.keep("kill", await phases.kill(self.stage, proxy, trainer, "after-kill"))
+        self.keep("kill", await killing.kill(self.stage, proxy, trainer, "after-kill"))
 
     async def all(self) -> None:
         """Everything that was asked for."""
@@ -213,7 +228,7 @@ async def main() -> int:
         finally:
             with contextlib.suppress(Exception):
                 run.save()
-            stage.end()
+            await stage.end()
     say("done")
     return 0
 

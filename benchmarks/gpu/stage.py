@@ -104,7 +104,7 @@ class Stage:
 
     async def make_model(self) -> None:
         """Random weights of seed 0, made here."""
-        if self.options.sim:
+        if self.options.sim or self.model.exists():
             return
         shape = {name.replace("-", "_"): value for name, value in SHAPES[self.options.size].items()}
         argv = [self.python, str(rig.HERE / "weights.py"), str(self.model), "--shape", json.dumps(shape)]
@@ -155,11 +155,11 @@ class Stage:
             await asyncio.sleep(0.1)
         return server
 
-    async def trainer(self, name: str, backend: str, url: str, devices: list[int]) -> Trainer:
+    async def trainer(self, name: str, backend: str, url: str, devices: list[int], *extra: str) -> Trainer:
         """A trainer that has its weights, not yet joined."""
         await self.drop(name)
         argv = [self.python, str(rig.HERE / "trainer.py"), "--model", str(self.model), "--url", url]
-        argv += ["--backend", "sim" if self.options.sim else backend]
+        argv += ["--backend", "sim" if self.options.sim else backend, *extra]
         for each in devices:
             argv += ["--device", str(each)]
         server = Trainer(name, argv, self.env, self.options.work, pipes=True)
@@ -175,10 +175,12 @@ class Stage:
             old.kill()
             await old.process.wait()
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """End everything."""
-        for each in (*self.engines, *self.spares.values()):
+        everyone = [*self.engines, *self.spares.values()]
+        for each in everyone:
             each.kill()
+        await asyncio.gather(*(each.process.wait() for each in everyone if each.process), return_exceptions=True)
 
     def versions(self) -> dict[str, str]:
         """Of what was measured."""

@@ -68,6 +68,7 @@ def paired(rows: list[dict[str, Any]]) -> str:
                     f"{each['concurrency']} {'streamed' if each['stream'] else 'not streamed'}, {route}",
                     f"{mine['ms_per_token']:.2f}",
                     cost,
+                    f"{mine['tokens'] / max(1, mine['finished']):.0f}",
                     ms(mine["ttft_p50"]),
                     ms(mine["ttft_p99"]),
                     ms(mine["rollout_p50"]),
@@ -78,7 +79,15 @@ def paired(rows: list[dict[str, Any]]) -> str:
                     f"{each['tokens_per_second']:,.0f}",
                 ]
             )
-    heads = ["rollouts in flight, half by each route", "ms/token", "difference", "TTFT p50 ms", "p99", "rollout p50 ms"]
+    heads = [
+        "rollouts in flight, half by each route",
+        "ms/token",
+        "difference",
+        "tokens each",
+        "TTFT p50 ms",
+        "p99",
+        "rollout p50 ms",
+    ]
     return table([*heads, "p99", "rollouts", "errors", "proxy, cores", "tokens/s of all"], out)
 
 

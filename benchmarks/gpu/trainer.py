@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import subprocess
@@ -29,8 +30,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 SEEDS: Final = (0, 1, 2)
 """Sets of weights held on the GPU, so that a sync never waits for random numbers; 0 is what the model was made with."""
 
-GROUP_TIMEOUT: Final = 120
-"""Seconds that the trainer's own ranks wait for one another."""
+GROUP_TIMEOUT: Final = 3600
+"""Seconds that a rank waits for the next command; other phases lie between two of them."""
 
 
 def world_size(url: str) -> int:
@@ -83,7 +84,7 @@ class GpuTrainer:
             from vllm.distributed.weight_transfer import ipc_engine as module
 
             self.engine = module.IPCTrainerWeightTransferEngine.trainer_init(
-                module.IPCTrainerInitInfo(rank=self.rank, packed=self.args.packed), client=client, source=source
+                module.IPCTrainerInitInfo(rank=self.rank, packed=False), client=client, source=source
             )
         elif self.args.backend == "nccl":
             from vllm.distributed.weight_transfer import nccl_engine
@@ -91,7 +92,11 @@ class GpuTrainer:
 
             self.engine = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
                 nccl_engine.NCCLTrainerInitInfo(
-                    master_address="127.0.0.1", master_port=get_open_port(), world_size=size, rank=0
+                    master_address="127.0.0.1",
+                    master_port=get_open_port(),
+                    world_size=size,
+                    rank=0,
+                    packed=not self.args.unpacked,
                 ),
                 client=client,
                 source=source,
@@ -151,9 +156,15 @@ class GpuTrainer:
                 parameter.copy_(self.sets[seed][name])
         return self.model(ids).logits[0, start - 1 :].float()
 
-    def close(self) -> dict[str, Any]:
-        """Leave."""
-        return {}
+    def sums(self, seed: int) -> dict[str, Any]:
+        """SHA-256 of each tensor's bytes, as ``/weight_checker`` computes it for parameters that vLLM does not fuse."""
+        torch = self.torch
+        return {
+            "sums": {
+                name: hashlib.sha256(each.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+                for name, each in self.sets[seed].items()
+            }
+        }
 
 
 class SimulatedTrainer:
@@ -221,15 +232,16 @@ class SimulatedTrainer:
             "other_seed": 0,
         }
 
-    def close(self) -> dict[str, Any]:
-        """Leave."""
-        return {}
+    def sums(self, seed: int) -> dict[str, Any]:
+        """Nothing to compare with."""
+        del seed
+        return {"sums": {}}
 
 
 def obey(trainer: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """One command on this rank."""
     do = fields.pop("do")
-    if do not in ("init", "send", "judge", "close"):
+    if do not in ("init", "send", "judge", "sums"):
         raise ValueError(f"there is no command {do!r}")
     found: dict[str, Any] = getattr(trainer, do)(**fields)
     return found
@@ -255,7 +267,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--url", required=True)
     parser.add_argument("--device", type=int, action="append", default=[])
-    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--unpacked", action="store_true", help="nccl: one broadcast a tensor")
     parser.add_argument("--group-port", type=int, default=0)
     parser.add_argument("--rank", type=int, default=0)
     args = parser.parse_args()
