@@ -28,6 +28,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="kinds of faults, comma-separated")
     parser.add_argument("--trace", default="", help="file for the trace of what happened")
+    parser.add_argument("--careless", action="store_true", help="resume after a death of the proxy, whatever was sent")
     parser.add_argument("--stop-at-first", action="store_true", help="end at the first violation")
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()

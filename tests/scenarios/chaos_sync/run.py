@@ -51,6 +51,8 @@ class Options:
         clients: requests in flight.
         every: calls of the trainer between two faults, on average.
         proxy_every: calls of the trainer between two deaths of the proxy, on average; 0 never.
+        careless: the trainer resumes after the proxy's death as if nothing had happened. The new proxy cannot tell that
+            weights were half sent, so then answers from them are seen: what the engines know has to be enough.
     """
 
     seed: int = 1
@@ -61,6 +63,7 @@ class Options:
     proxy_every: float = 150.0
     only: str = ""
     trace: str = ""
+    careless: bool = False
     stop_at_first: bool = False
     verbose: bool = False
 
@@ -100,6 +103,7 @@ async def _chaos(options: Options, truth: Truth, engines: Engines, proxy: ProxyR
     )
     trainer = Trainer(proxy.url, truth, engines, options.seed, load.unpaused, load.proxy_down)
     trainer.on_call = torment.on_call
+    trainer.careless = options.careless
     nurse = spawn(engines.nurse(), name="nurse")
     loading = spawn(load.run(options.clients), name="load")
     tormenting = spawn(torment.run(), name="torment")

@@ -92,6 +92,10 @@ class Trainer:
     gather: SimTrainer | None = None
     group_rendezvous: bool = False
     on_call: Callable[[], None] = lambda: None
+    careless: bool = False
+    """Resume whatever happened, also when the proxy died in the middle of a sync and is not the one it was."""
+    owes_sync: bool = False
+    """The proxy died in the middle of a sync: until one worked, generation stays paused."""
     calls: int = 0
     replayed: int = 0
     longest: float = 0.0
@@ -187,7 +191,7 @@ class Trainer:
         vanished = False
         for _ in range(ATTEMPTS):
             plan = make_plan(self.rng)
-            if vanished and plan.style != "paused":
+            if (vanished or self.owes_sync) and plan.style != "paused":
                 # The next trainer is of the same kind as the one that left the fleet paused.
                 plan.style = "paused"
             vanished = False
@@ -202,6 +206,7 @@ class Trainer:
                 continue
             except ProxyGoneError:
                 self.grouped = False
+                self.owes_sync = not self.careless
                 self.results["proxy killed in a try"] += 1
                 await self._await_proxy()
                 continue
@@ -212,6 +217,9 @@ class Trainer:
                 vanished = True
                 continue
             self.results["synced"] += 1
+            self.owes_sync = False
+            now = asyncio.get_running_loop().time()
+            self.unpaused[:] = [(began, min(ended, now)) for began, ended in self.unpaused]
             return True
         self.results["given up"] += 1
         return False
@@ -237,9 +245,15 @@ class Trainer:
                 await self._init(rendezvous=plan.rendezvous)
             with self._generating(paused):
                 await self._update(number, plan)
-        except (CallFailedError, ProxyGoneError):
+        except CallFailedError:
             await self._dissolve()
-            if paused:
+            if paused and not self.owes_sync:
+                await self._resume()
+            raise
+        except ProxyGoneError:
+            await self._dissolve()
+            if paused and self.careless:
+                await self._await_proxy()
                 await self._resume()
             raise
         if paused:
@@ -250,11 +264,16 @@ class Trainer:
         """Note the time in which weights go to engines that generate; what runs then is of no single version."""
         loop = asyncio.get_running_loop()
         began = loop.time()
+        over = loop.time
         try:
             yield
+        except ProxyGoneError:
+            # Nobody knows what the engines have, and they go on: until a sync works.
+            over = lambda: float("inf")  # noqa: E731
+            raise
         finally:
             if not paused:
-                self.unpaused.append((began, loop.time()))
+                self.unpaused.append((began, over()))
 
     async def _init(self, *, rendezvous: bool) -> None:
         await self._dissolve()
@@ -307,9 +326,17 @@ class Trainer:
                 await self.call("/pause", query="?mode=keep")
             with self._generating(paused):
                 await self.call(RELOAD, {"weight_dir": f"w{number}"})
-        finally:
+        except ProxyGoneError:
+            if paused and self.careless:
+                await self._await_proxy()
+                await self._resume()
+            raise
+        except CallFailedError:
             if paused:
                 await self._resume()
+            raise
+        if paused:
+            await self._resume()
 
     async def _resume(self) -> None:
         """The ``finally`` of every trainer: until it worked, or only engines that are out failed it."""
