@@ -99,9 +99,7 @@ class Admission:
         if any(label not in (None, DEFAULT) for label in labels):
             fleet.pristine = False
         if any(label not in (None, DEFAULT) and not is_automatic(label) for label in labels):
-            # The trainer's labels hide which automatic ones an earlier proxy gave out. Two weights must never have
-            # the same label, so these go on from a number that no count of updates reaches.
-            self._labels_beyond = int(time.time())
+            self._hide_history()
         self.set_fleet_version(result.version, by="start")
 
     def set_fleet_version(self, version: str | None, *, by: str) -> None:
@@ -118,8 +116,18 @@ class Admission:
             fleet.emit("weight_version", version=version, before=before, epoch=fleet.epoch, by=by)
             _log.info("fleet version: %r -> %r (by %s)", before, version, by)
 
+    def _hide_history(self) -> None:
+        """Which automatic labels an earlier proxy gave out cannot be seen.
+
+        Two weights must never have the same one, so they go on from a number that no count of updates reaches.
+        """
+        self._labels_beyond = int(time.time())
+
     def next_label(self) -> str:
         """A label that no engine ever showed."""
+        if not self._judging:
+            # A sync that came before every engine was heard.
+            self._hide_history()
         return next_label([*self._fleet.labels_seen, self._fleet.version], beyond=self._labels_beyond)
 
     # One engine

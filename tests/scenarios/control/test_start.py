@@ -21,6 +21,21 @@ async def test_a_resume_before_the_first_looks_are_over_lets_nobody_in_who_misse
         await mock.kill()
 
 
+async def test_a_sync_before_the_first_looks_are_over_repeats_no_automatic_label():
+    engines = [await MockEngine().start() for _ in range(3)]
+    async with proxy_for(engines) as first:
+        await first.sync("w1")
+        await first.sync("w2", "v2")
+    engines[2].fail("/health", "hang")
+    async with proxy_for(engines, wait=False, probe_timeout=2) as second:
+        await second.until(lambda: sum(engine.alive for engine in second.plane.fleet) == 2)
+        await second.sync("w3")
+        assert second.plane.fleet.version != "u1"
+        engines[2].heal()
+    for mock in engines:
+        await mock.kill()
+
+
 async def test_a_sync_before_the_first_looks_are_over_is_not_outvoted_by_them():
     engines = [await MockEngine(version="v0", weights="w0").start() for _ in range(3)]
     engines[2].fail("/health", "hang")
