@@ -121,7 +121,7 @@ class Admission:
 
         Two weights must never have the same one, so they go on from a number that no count of updates reaches.
         """
-        self._labels_beyond = int(time.time())
+        self._labels_beyond = time.time_ns() // 1_000_000
 
     def next_label(self) -> str:
         """A label that no engine ever showed."""
