@@ -259,7 +259,10 @@ class Updates:
             return reply_merged(asked.call, merged, legs)
         for engine in engines:
             if engine.id in bad:
-                self._admission.failed(engine, "/update_weight_version", "its new weights got no label", taint=False)
+                # What runs there would go on with the new weights under the old label.
+                self._admission.failed(engine, "/update_weight_version", "its new weights got no label", taint=True)
+        if self.on_broken is not None:
+            self.on_broken([engine for engine in engines if engine.id in bad])
         merged = Merged(424, b"", failed=tuple(unlabelled))
         return reply_merged(asked.call, merged, unlabelled, note=". The weights were taken, but not labelled there")
 

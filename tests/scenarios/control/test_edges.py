@@ -43,7 +43,10 @@ async def test_new_weights_that_one_engine_does_not_get_labelled_keep_it_out():
         data = await fleet.call("/finish_weight_update", status=424)
         assert fleet.engines[1].id in data["message"]
         assert "not labelled" in data["message"]
+        fleet.engine(1).inflight = 1
         await fleet.call("/resume")
+        assert fleet.seen("/abort_requests") == [0, 1]
+        fleet.engine(1).inflight = 0
         await fleet.until_state(0, "ready")
         assert fleet.states() == ["ready", "fenced"]
         assert fleet.plane.fleet.version == "u1"
