@@ -17,17 +17,18 @@ from engine_launcher.errors import LauncherError
 from engine_launcher.process import EngineProcess
 from engine_launcher.settings import EngineCommand, Rotation
 
-# Like vLLM: a server with a child in a session of its own, which ignores SIGTERM and outlives its parent.
-FAMILY = """
+# Like vLLM: a server with a child in a session of its own, which ignores SIGTERM and outlives its parent. Each line is
+# one write, as the two share a pipe and `print` may write a line in pieces.
+FAMILY = r"""
 import os, signal, sys, time
 pid = os.fork()
 if pid == 0:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("child", os.getpid(), flush=True)
+    os.write(1, b"child %d\n" % os.getpid())
     time.sleep(600)
 signal.signal(signal.SIGTERM, {on_term})
-print("server", os.getpid(), flush=True)
+os.write(1, b"server %d\n" % os.getpid())
 while True:
     time.sleep(600)
 """
