@@ -60,7 +60,7 @@ class Options:
     engines: int = 5
     clients: int = 24
     every: float = 8.0
-    proxy_every: float = 150.0
+    proxy_every: float = 0.0
     only: str = ""
     trace: str = ""
     careless: bool = False
