@@ -214,7 +214,8 @@ async def _cured(truth: Truth, engines: Engines, trainer: Trainer, number: int) 
             truth.violation("not cured", f"engines are not seen alive {SETTLE_SECONDS:g} s after the last fault")
             break
     before = trainer.results["synced"]
-    trainer.grouped = False  # engines that came back later than the last init are in no group
+    # Engines that came back later than the last init are in no group; only a sync with an init reaches them.
+    trainer.grouped, trainer.owes_sync = False, True
     await trainer.sync(number)
     if trainer.results["synced"] == before:
         truth.violation("not cured", "no sync worked any more although nothing broke")
