@@ -191,6 +191,8 @@ class Conductor:
 
     async def _dispatch(self, asked: Asked) -> Reply:
         match asked.call.kind:
+            # Only of vLLM's own calls: nobody knows what the query of a configured path carries.
+            query=asked.query if asked.call.path in CALLS else "",
             case Kind.PAUSE:
                 return await self.pauses.pause(asked)
             case Kind.RESUME:

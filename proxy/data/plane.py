@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from proxy.config import Policy, Settings
 from proxy.core.balancing import Balancer, ConsistentHash, LeastInflight, PowerOfTwo, Prefix, RoundRobin, Sticky
+from proxy.core.balancing.caches import CacheWatch
 from proxy.core.balancing.keys import prompt_of, session_of, session_pattern
 from proxy.core.engine_state import State
 from proxy.core.failures import Failure, Kind
@@ -75,13 +76,6 @@ def make_balancer(settings: Settings) -> Balancer:
                 slack=settings.affinity_slack,
                 live=settings.session_live,
             )
-
-
-def _clears_caches(call: str, query: str | None) -> bool:
-    """Whether a control call empties the prefix caches. ``/pause`` does unless ``clear_cache`` is false (vLLM)."""
-    if call in ("reset_prefix_cache", "sleep", "release_kv_cache_memory"):
-        return True
-    return call == "pause" and query is not None and "clear_cache=false" not in query.lower()
 
 
 class Tracker:
@@ -150,6 +144,7 @@ class DataPlane:
         self.balancer = make_balancer(settings)
         self.budget = Budget(ratio=settings.retry_ratio, floor=settings.retry_floor)
         self.backoff = Backoff(base=settings.backoff_base, longest=settings.backoff_max)
+        self._caches = CacheWatch()
         self.limits = Limits(
             request_line=settings.max_request_line,
             header_line=settings.max_header_line,
@@ -264,7 +259,7 @@ class DataPlane:
             self.balancer.forget(details["engine"])
         elif kind == "engine_removed":
             self.outliers.forget(details["engine"])
-        elif kind == "control_call" and _clears_caches(details["call"], details.get("query")):
+        elif kind == "control_call" and self._caches.empties(details["call"], details.get("query", "")):
             for engine in details["legs"]:
                 self.balancer.emptied(engine)
 

@@ -225,6 +225,14 @@ async def test_overhead_is_emitted_and_small():
         assert {leg[2] for leg in details["legs"].values()} == {"answered"}
 
 
+async def test_the_event_of_a_call_has_its_query_unless_the_path_is_a_configured_one():
+    async with rig(2, fanout_paths=["/skyrl/*"]) as fleet:
+        await fleet.call("/pause?mode=keep&clear_cache=false")
+        await fleet.call("/skyrl/anything?key=secret", status=None)
+        told = {details["call"]: details["query"] for kind, details in fleet.events if kind == "control_call"}
+        assert told == {"pause": "mode=keep&clear_cache=false", "skyrl/anything": ""}
+
+
 async def test_is_paused_says_so_at_once_while_the_gate_is_closed():
     async with rig(2) as fleet:
         await fleet.call("/pause")

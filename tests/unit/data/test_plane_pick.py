@@ -70,26 +70,15 @@ def test_prompts_are_followed_and_forgotten_with_the_caches():
     assert pick(plane, body=body) is not home
 
 
-@pytest.mark.parametrize(
-    ("call", "query", "emptied"),
-    [
-        ("pause", "mode=keep&clear_cache=false", False),
-        ("pause", "mode=keep&clear_cache=False", False),
-        ("pause", "mode=keep", True),
-        ("pause", "", True),
-        ("sleep", "level=1", True),
-        ("release_kv_cache_memory", "", True),
-        ("reset_prefix_cache", "", True),
-        ("reset_mm_cache", "", False),
-        ("resume", "", False),
-        ("get_world_size", "", False),
-    ],
-)
-def test_which_control_calls_empty_the_caches(call, query, emptied):
-    plane, fleet = plane_of(policy=Policy.PREFIX)
+@pytest.mark.parametrize(("query", "emptied"), [("mode=keep&clear_cache=false", False), ("mode=keep", True)])
+def test_a_pause_empties_the_caches_of_the_engines_that_it_reached(query, emptied):
+    plane, fleet = plane_of(2, policy=Policy.PREFIX)
     body = [b'{"prompt": "', b"word " * 1000, b'"}']
     home = pick(plane, body=body)
-    fleet.emit("control_call", call=call, query=query, status=200, legs={engine.id: () for engine in fleet})
+    other = next(engine for engine in fleet if engine is not home)
+    fleet.emit("control_call", call="pause", query=query, status=424, legs={other.id: (200, 0.1, "answered")})
+    assert pick(plane, body=body) is home
+    fleet.emit("control_call", call="pause", query=query, status=200, legs={engine.id: () for engine in fleet})
     assert (pick(plane, body=body) is not home) is emptied
 
 
