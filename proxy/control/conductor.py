@@ -180,6 +180,8 @@ class Conductor:
         self._fleet.emit(
             "control_call",
             call=asked.call.name,
+            # Only of vLLM's own calls: nobody knows what the query of a configured path carries.
+            query=asked.query if asked.call.path in CALLS else "",
             status=reply.status,
             seconds=seconds,
             overhead_seconds=max(0.0, seconds - slowest),
@@ -191,8 +193,6 @@ class Conductor:
 
     async def _dispatch(self, asked: Asked) -> Reply:
         match asked.call.kind:
-            # Only of vLLM's own calls: nobody knows what the query of a configured path carries.
-            query=asked.query if asked.call.path in CALLS else "",
             case Kind.PAUSE:
                 return await self.pauses.pause(asked)
             case Kind.RESUME:
