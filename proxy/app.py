@@ -12,7 +12,7 @@ import ssl
 import sys
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import uvloop
 from aiohttp import web
@@ -23,11 +23,14 @@ from proxy.data.handoff import WebSide
 from proxy.data.plane import DataPlane
 from proxy.fleet.discovery import Discovery
 from proxy.fleet.registry import Fleet
-from proxy.observe import logs
+from proxy.observe import logs, tracing
 from proxy.observe.control_stats import ControlStats
 from proxy.observe.pages import add_routes
 from proxy.server import Server, server_context
 from proxy.workers.director import DirectorPlane, private_directory
+
+if TYPE_CHECKING:
+    from proxy.observe.spans import Spans
 
 _log = logging.getLogger("fleetgate")
 
@@ -125,6 +128,7 @@ class App:
         control_site: answers on the control port, if there is one.
         url: where clients reach it.
         control_url: where trainers reach it; the same unless ``control_port`` is set.
+        spans: makes spans of what it does, where that is wanted.
     """
 
     settings: Settings
@@ -136,6 +140,7 @@ class App:
     control_site: web.AppRunner | None
     url: str
     control_url: str
+    spans: Spans | None = None
 
     async def stop(self) -> None:
         """Drain, then end everything this proxy started."""
@@ -147,10 +152,16 @@ class App:
             await self.control_site.cleanup()
         for engine in self.fleet:
             engine.upstream.close()
+        if self.spans is not None:
+            await self.spans.stop()
 
 
-async def start(settings: Settings) -> App:
+async def start(settings: Settings, spans: Spans | None = None) -> App:
     """Start a proxy on the running loop: one process, or a director with workers.
+
+    Args:
+        settings: what it runs with.
+        spans: makes its spans; those of workers' requests are made by the workers.
 
     Raises:
         OSError: a listener's address cannot be bound.
@@ -160,6 +171,9 @@ async def start(settings: Settings) -> App:
     # The director's plane has of the data plane what the control plane and the pages ask for.
     plane = DataPlane(settings, fleet) if director is None else cast("DataPlane", director)
     control = ControlPlane(settings, fleet, plane)
+    control.conductor.spans = spans
+    if director is None and spans is not None:
+        plane.trace(spans)
     stats = ControlStats()
     fleet.listeners.append(stats.on_event)
     own_port = settings.control_port is not None
@@ -190,7 +204,7 @@ async def start(settings: Settings) -> App:
     await discovery.start()
     await control.start()
     await listener.serve()
-    return App(settings, fleet, plane, control, discovery, listener, control_site, url, control_url)
+    return App(settings, fleet, plane, control, discovery, listener, control_site, url, control_url, spans)
 
 
 def _bracket(host: str) -> str:
@@ -200,7 +214,7 @@ def _bracket(host: str) -> str:
 async def serve(settings: Settings) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code. A second signal ends it at once."""
     try:
-        app = await start(settings)
+        app = await start(settings, tracing.start(settings))
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
         why = error.strerror or str(error)

@@ -19,6 +19,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from proxy import extras
+
 ENV_PREFIX = "FLEETGATE_"
 LAUNCHER_VARIABLES = frozenset({"FLEETGATE_VLLM", "FLEETGATE_TRANSFER_TIMEOUT", "FLEETGATE_REQUIRE_VLLM"})
 """Variables of the launcher and the tests, which share the prefix and are none of the proxy's business."""
@@ -289,6 +291,10 @@ class Settings(BaseSettings):
     log_format: LogFormat = Field(LogFormat.TEXT, description="One line a record: text or json.")
     log_level: LogLevel = Field(LogLevel.INFO, description="Least severe record that is written.")
     access_log: bool = Field(False, description="One record a request.")
+    otel: bool | None = Field(
+        None,
+        description="OpenTelemetry spans (fleetgate[otel]); unset: if OTEL_EXPORTER_OTLP_ENDPOINT names a collector.",
+    )
 
     @field_validator("engine", mode="after")
     @classmethod
@@ -429,3 +435,5 @@ def check_safety(settings: Settings) -> None:
         )
     if (settings.tls_cert is None) != (settings.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together")
+    if settings.otel and not extras.otel_installed():
+        raise ConfigError(f"--otel needs OpenTelemetry: {extras.OTEL_INSTALL}")

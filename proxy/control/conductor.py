@@ -39,6 +39,7 @@ from proxy.tasks import spawn
 if TYPE_CHECKING:
     from proxy.data.gate import Gate
     from proxy.data.plane import Tracker
+    from proxy.observe.spans import Spans
 
 _log = logging.getLogger("fleetgate.control")
 
@@ -69,6 +70,8 @@ class Conductor:
         self._fleet = fleet
         self._memory: Memory[Reply] = Memory(settings.replay_window)
         self._fanouts: set[Fanout] = set()
+        self.spans: Spans | None = None
+        """Makes spans of calls and their legs, where anything does."""
         aftermath = Aftermath(settings, fleet, admission, prober)
         self.groups = Groups(settings, fleet, admission, prober, fan=self.fan, gate_closed=lambda: gate.closed)
         self.updates = Updates(settings, fleet, self.groups, admission, prober=prober, fan=self.fan)
@@ -159,6 +162,14 @@ class Conductor:
         return reply
 
     async def _run(self, asked: Asked) -> Reply:
+        if self.spans is None:
+            return await self._answer(asked)
+        with self.spans.call(asked) as span:
+            reply = await self._answer(asked)
+            span.answered(reply)
+            return reply
+
+    async def _answer(self, asked: Asked) -> Reply:
         started = perf_counter()
         self.lock.changed()
         try:
@@ -186,10 +197,9 @@ class Conductor:
             seconds=seconds,
             overhead_seconds=max(0.0, seconds - slowest),
             legs={leg.engine: (leg.status, leg.seconds, str(leg.outcome)) for leg in reply.legs},
+            client=asked.client,
+            request_id=asked.request_id,
         )
-        level = logging.INFO if reply.status < 400 else logging.WARNING
-        if asked.call.kind is not Kind.READ or reply.status >= 400:
-            _log.log(level, "%s by %s: %d in %.3f s", asked.call.path, asked.client, reply.status, seconds)
 
     async def _dispatch(self, asked: Asked) -> Reply:
         match asked.call.kind:
@@ -225,6 +235,8 @@ class Conductor:
     async def fan(self, asked: Asked, shots: Sequence[tuple[Engine, Shot]], runner: Runner = fire) -> list[Leg]:
         """Run legs so that they can be given up, and emit what comes too late."""
         grace = COLLECTIVE_GRACE if is_collective(asked) else None
+        if self.spans is not None:
+            runner = self.spans.legs(runner)
         fanout = Fanout(shots, runner, grace=grace)
         running = self.lock.current
         if running is not None and running.asked is asked:

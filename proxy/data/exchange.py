@@ -449,10 +449,8 @@ class Exchange:
         seconds = self.client.loop.time() - self.started
         plane.stats.answered(routes.label(self.head.path), status)
         plane.stats.request_seconds.observe(seconds)
-        if plane.settings.access_log:
-            from proxy.observe.access import record  # noqa: PLC0415 - off by default
-
-            record(self, status, seconds)
+        for tell in plane.on_over:
+            tell(self, status, seconds)
         self.client.request_done(self)
 
     def _set_timer(self, seconds: float, then: Callable[[], None]) -> None:

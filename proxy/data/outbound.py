@@ -18,7 +18,8 @@ def field_lines(exchange: Exchange) -> bytes:
     head = exchange.head
     plane = exchange.plane
     parts: list[bytes] = []
-    for name, value in head.fields:
+    fields = head.fields if plane.spans is None else plane.spans.fields(exchange)
+    for name, value in fields:
         parts += (name, b": ", value, b"\r\n")
     if not head.request_id:
         parts += (b"X-Request-Id: ", exchange.id_bytes, b"\r\n")

@@ -22,10 +22,12 @@ from proxy.core.retry import Backoff, Budget
 from proxy.data.gate import Gate
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
+from proxy.observe import access
 from proxy.observe.stats import DataStats
 
 if TYPE_CHECKING:
     from proxy.data.exchange import Exchange
+    from proxy.observe.spans import Spans
 
 _log = logging.getLogger("fleetgate.data")
 
@@ -142,9 +144,9 @@ class DataPlane:
         )
         self.gate.on_hold_end = self._hold_ended
         self.balancer = make_balancer(settings)
+        self._caches = CacheWatch()
         self.budget = Budget(ratio=settings.retry_ratio, floor=settings.retry_floor)
         self.backoff = Backoff(base=settings.backoff_base, longest=settings.backoff_max)
-        self._caches = CacheWatch()
         self.limits = Limits(
             request_line=settings.max_request_line,
             header_line=settings.max_header_line,
@@ -156,6 +158,9 @@ class DataPlane:
         self._session_fields = session_pattern(settings.session_body_fields)
         self.outliers = Outliers(limit=settings.outlier_failures, seconds=settings.outlier_seconds)
         self.draining = False
+        self.on_over: list[Callable[[Exchange, int, float], None]] = [access.record] if settings.access_log else []
+        """Called with each finished request, the status its client got, and the seconds it took."""
+        self.spans: Spans | None = None
         self.on_session: Callable[[bytes, str], None] | None = None
         """Called with a session's key and the engine it was sent to; other workers have to know."""
         key = settings.engine_api_key
@@ -184,6 +189,11 @@ class DataPlane:
     @watch.setter
     def watch(self, watch: EngineWatch) -> None:
         self._watch = watch
+
+    def trace(self, spans: Spans) -> None:
+        """Make a span of each request from now on."""
+        self.spans = spans
+        self.on_over.append(spans.request_over)
 
     def next_order(self) -> int:
         """The place of a new request among all requests."""

@@ -56,10 +56,13 @@ def _call(details: Mapping[str, Any]) -> None:
     fields: dict[str, Any] = {
         "call": details["call"],
         "status": details["status"],
+        "client": details.get("client", "the proxy"),
         "seconds": round(details["seconds"], 6),
         "overhead_seconds": round(details["overhead_seconds"], 6),
         "engines": len(legs),
     }
+    if details.get("request_id"):
+        fields["request_id"] = details["request_id"]
     if legs:
         fields["slowest"] = max(legs, key=lambda engine: legs[engine][1])
     if failed:

@@ -11,7 +11,7 @@
 | ``engine_checked`` | engine, seconds, ok |
 | ``engine_paused`` | engine, paused |
 | ``probe`` | engine, ok, seconds, error |
-| ``control_call`` | call, status, seconds, overhead_seconds, legs: {engine: (status or null, seconds, outcome)} |
+| ``control_call`` | call, query, status, seconds, overhead_seconds, client, request_id, legs: {engine: leg} |
 | ``control_refused`` | call, status, code, holder |
 | ``control_replayed`` | call, status, running |
 | ``gate_closed`` | by |
@@ -25,7 +25,8 @@
 | ``group`` | members: {engine: first rank or null}, world_size, base |
 | ``leg_late`` | call, engine, status, seconds: an answer that came after nobody waited for it |
 
-Engines are named by id, durations are seconds. No event carries a body, a prompt or a credential.
+Engines are named by id, durations are seconds; a leg is (status or null, seconds, outcome). No event carries a body, a
+prompt or a credential.
 """
 
 from __future__ import annotations

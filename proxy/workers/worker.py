@@ -21,7 +21,7 @@ from proxy.data.upstream import FetchError
 from proxy.fleet.engine import Engine
 from proxy.fleet.members import make_engine
 from proxy.fleet.registry import Fleet
-from proxy.observe import logs
+from proxy.observe import logs, tracing
 from proxy.server import Server
 from proxy.workers.link import Link, Message
 from proxy.workers.passing import DirectorUpstream, Passed
@@ -136,6 +136,9 @@ class WorkerProcess:
         settings = Settings(**message["settings"])
         logs.configure(settings.log_format, settings.log_level)
         self.plane = DataPlane(settings, self.fleet)
+        spans = tracing.start(settings)
+        if spans is not None:
+            self.plane.trace(spans)
         self.plane.watch = self.watch = RemoteWatch(self.link, self.fleet, settings)
         self.plane.on_session = self._placed
         self._director = DirectorUpstream(message["control"])
@@ -253,6 +256,8 @@ class WorkerProcess:
                 self._report()
             stop.result()
         stopping.cancel()
+        if self.plane is not None and self.plane.spans is not None:
+            await self.plane.spans.stop()
         self.link.close()
 
     def _report(self) -> None:

@@ -30,7 +30,10 @@ def records():
 
 
 def call(name="pause", status=200, **legs):
-    return {"call": name, "status": status, "seconds": 0.25, "overhead_seconds": 0.05, "legs": legs}
+    return {
+        "call": name, "status": status, "seconds": 0.25, "overhead_seconds": 0.05, "legs": legs,
+        "client": "127.0.0.1", "request_id": "step-1",
+    }  # fmt: skip
 
 
 def test_a_control_call_is_one_record_with_its_times(records):
@@ -38,8 +41,9 @@ def test_a_control_call_is_one_record_with_its_times(records):
     (record,) = records
     data = orjson.loads(JsonFormatter().format(record))
     assert data["message"] == "control call"
-    assert {key: data[key] for key in ("call", "status", "seconds", "overhead_seconds", "engines", "slowest")} == {
+    assert {key: data[key] for key in ("call", "status", "seconds", "overhead_seconds", "engines", "slowest", "client", "request_id")} == {
         "call": "pause", "status": 200, "seconds": 0.25, "overhead_seconds": 0.05, "engines": 2, "slowest": "b",
+        "client": "127.0.0.1", "request_id": "step-1",
     }  # fmt: skip
 
 
