@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import resource
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from aiohttp import web
 
 if TYPE_CHECKING:
     from engine_launcher.sim.server import SimEngine
@@ -12,6 +17,64 @@ _BLOCK_TOKENS = 128
 _BLOCKS = 16384
 """Of the cache that the real tiny model's page tells of: clients compute a capacity from them."""
 _SECONDS_BUCKETS = ("0.1", "0.5", "1.0", "5.0", "30.0", "120.0", "+Inf")
+
+
+_UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/server_info"})
+_OPERATIONS = {
+    "/init_weight_transfer_engine": "init",
+    "/shutdown_weight_transfer_engine": "shutdown",
+    "/start_weight_update": "start",
+    "/start_draft_weight_update": "start_draft",
+    "/update_weights": "update",
+    "/finish_weight_update": "finish",
+}
+
+
+class Counts:
+    """Answers by path, method and class of status, and weight operations that run, as vLLM's page has them."""
+
+    def __init__(self) -> None:
+        self.answers: Counter[tuple[str, str, str]] = Counter()
+        self.operations: Counter[str] = Counter()
+
+    def answered(self, request: web.Request, status: int) -> None:
+        """Count an answer of a route."""
+        found = request.match_info.route.resource
+        if found is not None and found.canonical not in _UNCOUNTED:
+            self.answers[found.canonical, request.method, f"{status // 100}xx"] += 1
+
+    @contextmanager
+    def operation(self, path: str) -> Iterator[None]:
+        """Count a weight operation as running, if the path is one."""
+        name = _OPERATIONS.get(path)
+        if name is None:
+            yield
+            return
+        self.operations[name] += 1
+        try:
+            yield
+        finally:
+            self.operations[name] -= 1
+
+    def families(self) -> Iterator[str]:
+        """Their part of the page."""
+        yield _family(
+            "http_requests_total",
+            "counter",
+            "Total number of requests by method, status and handler.",
+            [
+                (f'http_requests_total{{handler="{path}",method="{method}",status="{status}"}}', float(count))
+                for (path, method, status), count in self.answers.items()
+            ],
+        )
+        if self.operations:
+            name = "vllm:rl_weight_update_operations_in_flight"
+            yield _family(
+                name,
+                "gauge",
+                "Weight-transfer operations currently awaited.",
+                [(f'{name}{{operation="{operation}"}}', float(count)) for operation, count in self.operations.items()],
+            )
 
 
 def _family(name: str, kind: str, text: str, samples: list[tuple[str, float]]) -> str:
@@ -123,4 +186,5 @@ def page(engine: SimEngine) -> str:
         samples = [(f'{name}_bucket{{{labels},le="{bound}"}}', total) for bound in _SECONDS_BUCKETS]
         samples += [(f"{name}_count{{{labels}}}", total), (f"{name}_sum{{{labels}}}", 0.0)]
         families.append(_family(name, "histogram", text, samples))
+    families += engine.counts.families()
     return "\n".join(families) + "\n"

@@ -24,6 +24,7 @@ from engine_launcher.sim import (
 from engine_launcher.sim.config import MAX_BODY_BYTES, SimConfig
 from engine_launcher.sim.errors import WireError, error_payload
 from engine_launcher.sim.faults import Fault, Faults
+from engine_launcher.sim.metrics import Counts
 from engine_launcher.sim.recording import Entry, RequestLog
 from engine_launcher.sim.replies import (
     ENGINE,
@@ -65,6 +66,7 @@ class SimEngine:
         faults: rules in force.
         log: recorded requests.
         adapters: loaded LoRA adapters, name to path.
+        counts: of answers and of weight operations, for the metrics page.
         exit_on_death: end the process when told to die; False only closes every connection and the port.
 
     """
@@ -92,6 +94,7 @@ class SimEngine:
         self.transfer = WeightTransfer(self.config.world_size, self.config.weight_transfer_backend)
         self.adapters: dict[str, str] = {}
         self.asleep = False
+        self.counts = Counts()
         self.started_at = time.time()
 
     @property
@@ -279,6 +282,8 @@ class SimEngine:
             return None
         if action == "success_false":
             return json_reply({"success": False})
+        if fault.when == "before":
+            self.counts.answered(request, fault.status)
         return _status_reply(fault)
 
     async def _handle(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -288,15 +293,18 @@ class SimEngine:
             if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), key.encode()):
                 return json_reply({"error": "Unauthorized"}, 401)
         try:
-            return await handler(request)
+            with self.counts.operation(request.path):
+                response = await handler(request)
         except WireError as error:
-            return error_reply(error)
+            response = error_reply(error)
         except web.HTTPException as error:
-            return json_reply({"detail": error.reason}, error.status)
+            response = json_reply({"detail": error.reason}, error.status)
         except ConnectionResetError:
             # The client went away while its answer was written; there is nobody to answer.
             self.disconnects += 1
             return dead_reply(request)
+        self.counts.answered(request, response.status)
+        return response
 
     # -- what a test asks --------------------------------------------------------------------------------------------
 

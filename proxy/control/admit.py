@@ -50,6 +50,7 @@ class Admission:
         self._gate = gate
         self._settling: set[Engine] = set()
         self._labels_beyond = 0
+        self._left_open = False
         self.prober: Prober | None = None
         self._judging = False
         self.voting = True
@@ -88,6 +89,7 @@ class Admission:
     def count_votes(self) -> None:
         """Take the label that most living engines hold for the fleet's (contract: "At start")."""
         fleet = self._fleet
+        self._recall(fleet)
         labels = [engine.version for engine in fleet if engine.alive and not engine.plain]
         result = vote(labels)
         fleet.tied = result.tied
@@ -101,6 +103,29 @@ class Admission:
         if any(label not in (None, DEFAULT) and not is_automatic(label) for label in labels):
             self._hide_history()
         self.set_fleet_version(result.version, by="start")
+
+    def _recall(self, engines: Iterable[Engine]) -> None:
+        """Keep out who was in an update that an earlier proxy did not see the end of: its label names other weights.
+
+        An update that failed once is in doubt only where a round seems to have been going on: it is counted for ever,
+        and later rounds put most of them right.
+        """
+        told = [(engine, engine.history) for engine in engines if engine.alive and engine.history is not None]
+        self._left_open = self._left_open or any(history.open for _, history in told)
+        for engine, history in told:
+            interrupted = self._left_open or engine.reported_paused
+            if history.open or (interrupted and history.doubtful(engine.version)):
+                engine.history = None
+                engine.taint()
+                _log.warning(
+                    "engine %s was inside a weight update before this proxy started: what it holds is not %r",
+                    engine.id, engine.version,
+                )  # fmt: skip
+
+    @property
+    def left_open(self) -> bool:
+        """Whether an engine was in the middle of an update round when the proxy first saw it."""
+        return self._left_open
 
     def set_fleet_version(self, version: str | None, *, by: str) -> None:
         """The fleet has these weights now."""
@@ -174,6 +199,7 @@ class Admission:
         ``default`` says nothing once there was an update.
         """
         engine.met = True
+        self._recall([engine])
         named = engine.version == self._fleet.version and engine.version not in (None, DEFAULT)
         known = engine.plain or named or (self._fleet.pristine and engine.boot == 0)
         engine.epoch = self._fleet.epoch if known and engine.boot == 0 else UNKNOWN_EPOCH
@@ -329,6 +355,8 @@ class Admission:
         fleet.tied = ()
         self.voting = False
         took = set()
+        for engine in fleet:
+            engine.history = None
         for engine, boot in engines:
             if engine.boot != boot:
                 continue

@@ -260,6 +260,7 @@ class Pauses:
 
     def recover(self) -> None:
         """The proxy started while the engines were paused: so is the gate, until /resume or until they all go on."""
+        self._updates.half_way = self._admission.left_open
         engines = [engine for engine in self._living() if not engine.plain]
         paused = [engine for engine in engines if engine.reported_paused]
         if not paused:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from proxy.core.admission import UNKNOWN_EPOCH
 from proxy.core.engine_state import State
+from proxy.core.history import History
 
 if TYPE_CHECKING:
     from proxy.control.fanout import Shot
@@ -59,6 +60,7 @@ class Engine:
         probed_at: loop time of the last good probe.
         compared: fleet version against which the checksums of this boot were compared, or None.
         checksums_equal: the result of that.
+        history: counts of updates from before this proxy's first look, until they were judged or a round ended well.
         failures: failed probes in a row.
         successes: good probes in a row.
         last_error: last probe or passive error, for people.
@@ -94,6 +96,7 @@ class Engine:
     probed_at: float = 0.0
     compared: str | None = None
     checksums_equal: bool | None = None
+    history: History | None = None
     failures: int = 0
     successes: int = 0
     last_error: str = ""
@@ -128,7 +131,7 @@ class Engine:
         self.owed.clear()
         self.adapters.clear()
         self.failed_call = ""
-        self.world_size = self.start_time = self.compared = self.checksums_equal = None
+        self.world_size = self.start_time = self.compared = self.checksums_equal = self.history = None
 
     def __repr__(self) -> str:
         return f"<Engine {self.id} {self.state} version={self.version!r} inflight={self.inflight}>"

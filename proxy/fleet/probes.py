@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from proxy.config import Settings
 from proxy.core.engine_state import Event, State
 from proxy.core.failures import Kind
+from proxy.core.history import read
 from proxy.core.identity import START_TIME_SLACK, Look, restarted, start_time
 from proxy.data.upstream import Answer, FetchError
 from proxy.fleet.engine import Engine
@@ -347,6 +348,8 @@ class Prober:
             engine.last_error = "it answers /health, but neither its version nor its start time"
             return False
         why = restarted(before, now, refused=watched.refused, broken=broken) if watched.looked else None
+        if not watched.looked and metrics is not None and metrics.status == 200:
+            engine.history = read(metrics.body)
         self._identified(watched, now, why)
         self._fleet.emit("engine_checked", engine=engine.id, seconds=loop.time() - started, ok=True)
         return not engine.suspect

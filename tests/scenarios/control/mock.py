@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class MockEngine:
     health: int = 200
     start_time: float = field(default_factory=lambda: time.time() - 1000)
     pending: str | None = None
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     served: list[tuple[str, str]] = field(default_factory=list)
     close_each: bool = False
     _runner: web.AppRunner | None = None
@@ -104,6 +105,7 @@ class MockEngine:
         await self.kill()
         self.version, self.weights, self.paused, self.asleep, self.session = "default", "base", False, False, False
         self.loaded = {}
+        self.counts.clear()
         self.pending = None
         self.start_time = time.time()
         for name, value in changes.items():
@@ -132,6 +134,7 @@ class MockEngine:
         answer = await self._faulty(path, request)
         if answer is None:
             answer = await self._route(request.method, path, request, body)
+        self.counts[path, f"{answer.status // 100}xx"] += 1
         if self.close_each:
             answer.force_close()
         return answer
@@ -169,7 +172,11 @@ class MockEngine:
         if path == "/metrics":
             if not self.metrics:
                 return error(404, "Not Found")
-            return web.Response(text=f"# x\nprocess_start_time_seconds {self.start_time}\n")
+            counts = "".join(
+                f'http_requests_total{{handler="{path}",method="POST",status="{status}"}} {count}.0\n'
+                for (path, status), count in self.counts.items()
+            )
+            return web.Response(text=f"# x\nprocess_start_time_seconds {self.start_time}\n{counts}")
         if path.startswith("/v1/completions"):
             self.served.append((self.version, self.weights))
             return web.json_response({"choices": [{"text": self.weights}]})

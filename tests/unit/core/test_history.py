@@ -1,0 +1,58 @@
+import pytest
+
+from proxy.core.history import History, read
+
+PAGE = b"""# TYPE http_requests_total counter
+http_requests_total{handler="/start_weight_update",method="POST",status="2xx"} 3.0
+http_requests_total{handler="/start_weight_update",method="POST",status="5xx"} 9.0
+http_requests_total{handler="/start_draft_weight_update",method="POST",status="2xx"} 1.0
+http_requests_total{handler="/update_weights",method="POST",status="2xx"} 7.0
+http_requests_total{handler="/update_weights",method="POST",status="4xx"} 5.0
+http_requests_total{handler="/update_weights",method="POST",status="5xx"} 1.0
+http_requests_total{method="POST",status="2xx",handler="/finish_weight_update"} 2.0
+http_requests_total{handler="/update_weight_version",method="POST",status="2xx"} 1e1
+http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1.5e+06
+# TYPE vllm:rl_weight_update_operations_in_flight gauge
+vllm:rl_weight_update_operations_in_flight{operation="update"} 1.0
+vllm:rl_weight_update_operations_in_flight{operation="init"} 1.0
+vllm:rl_weight_update_operations_in_flight{operation="finish"} 0.0
+"""
+
+
+def test_a_page_is_read():
+    assert read(PAGE) == History(started=4, finished=2, failed=1, labelled=10, running=1)
+
+
+def test_a_page_without_counts_has_no_history():
+    assert read(b"process_start_time_seconds 1.0\n") == History()
+
+
+@pytest.mark.parametrize(
+    ("history", "is_open"),
+    [
+        (History(), False),
+        (History(started=5, finished=5), False),
+        (History(started=5, finished=4), True),
+        (History(started=5, finished=4, failed=1), False),
+        (History(started=6, finished=4, failed=1), True),
+        (History(started=5, finished=5, running=1), True),
+        (History(finished=1), False),
+    ],
+)
+def test_a_session_is_open_until_a_finish_or_a_failed_update(history, is_open):
+    assert history.open is is_open
+
+
+@pytest.mark.parametrize(
+    ("history", "version", "doubtful"),
+    [
+        (History(started=5, finished=5, labelled=5), "u5", False),
+        (History(started=5, finished=5, labelled=4), "u4", True),
+        (History(started=5, finished=5, labelled=0), "v5", False),
+        (History(started=5, finished=4, failed=1, labelled=4), "u4", True),
+        (History(started=5, finished=5, failed=1, labelled=0), "v5", True),
+        (History(), None, False),
+    ],
+)
+def test_counts_leave_doubt_where_an_update_failed_or_a_finish_got_no_label(history, version, doubtful):
+    assert history.doubtful(version) is doubtful
