@@ -6,6 +6,8 @@ import asyncio
 
 import aiohttp
 import pytest
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -18,6 +20,7 @@ from proxy.observe import spans as spans_module
 from proxy.observe import tracing
 from proxy.observe.spans import Spans
 from tests.scenarios.control.mock import MockEngine
+from tests.tools.process import proxy_process
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -249,3 +252,41 @@ async def test_spans_that_cannot_be_sent_harm_no_request():
     finally:
         await app.stop()
         await engine.kill()
+
+
+@pytest.fixture
+async def collector(monkeypatch):
+    """What an OTLP collector was sent: (service, span) each."""
+    got = []
+
+    async def take(request):
+        for resource in ExportTraceServiceRequest.FromString(await request.read()).resource_spans:
+            (service,) = (
+                item.value.string_value for item in resource.resource.attributes if item.key == "service.name"
+            )
+            got.extend((service, span) for scope in resource.scope_spans for span in scope.spans)
+        return web.Response(content_type="application/x-protobuf")
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", take)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{runner.addresses[0][1]}")
+    yield got
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_collector_gets_everything_when_the_proxy_stops(collector, workers):
+    engine = await MockEngine().start()
+    async with aiohttp.ClientSession() as session, proxy_process(engine.url, workers=workers) as proxy:
+        for path in ("/v1/completions", "/pause", "/resume"):
+            async with session.post(proxy.url + path, headers=HEADERS, json=BODY) as answer:
+                assert answer.status == 200
+    await engine.kill()
+    assert {service for service, _ in collector} == {"fleetgate"}
+    assert sorted(span.name for _, span in collector) == [
+        "POST /pause", f"POST /pause {engine.id}", "POST /resume", f"POST /resume {engine.id}", "POST /v1/completions",
+    ]  # fmt: skip
+    assert {span.trace_id.hex() for _, span in collector} == {TRACE}
