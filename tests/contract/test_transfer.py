@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from engine_launcher.vllm_engine import locate
+from proxy.core.history import History, read
 
 from . import shapes
 from .conftest import ROOT, Target
@@ -44,6 +46,26 @@ async def test_start_opens_once(engine: Target, record: bool) -> None:
     shapes.check("transfer-shutdown-busy", busy, record=record)
     assert (await engine.post("/start_weight_update")).status == 200
     assert (await engine.post("/update_weights", {"update_info": {}})).status == 500
+
+
+async def test_the_page_tells_how_far_a_round_is(engine: Target) -> None:
+    async def history() -> History:
+        return read((await engine.get("/metrics")).body)
+
+    first = await history()
+    await engine.post("/start_weight_update")
+    begun = await history()
+    await engine.post("/update_weights", {"update_info": []})
+    failed = await history()
+    await engine.post("/start_weight_update")
+    await engine.post("/finish_weight_update")
+    await engine.post("/update_weight_version", {"new_version": "w1"})
+    last = await history()
+    assert begun == replace(first, started=first.started + 1)
+    assert failed == replace(begun, failed=first.failed + 1)
+    more = (last.started - begun.started, last.finished - begun.finished, last.labelled - begun.labelled)
+    assert more == (1, 1, 1)
+    assert (last.failed, last.running) == (failed.failed, 0)
 
 
 async def test_an_update_list_is_indexed_from_zero(engine: Target, record: bool) -> None:
