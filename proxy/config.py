@@ -200,6 +200,9 @@ class Settings(BaseSettings):
     affinity_slack: float = Field(
         2.0, ge=0, description="...plus this many per worker, so that small numbers do not move sessions."
     )
+    slow_start: float = Field(
+        0.0, ge=0, description="Seconds in which an engine that joins a busy fleet comes to its full share; 0: at once."
+    )
     prefix_bytes: int = Field(
         32 << 10, ge=256, description="prefix: bytes of a prompt that are looked at, some 2 us for each KiB."
     )

@@ -139,13 +139,14 @@ class PrefixCache:
 
 @dataclass(eq=False, slots=True)
 class SimEngine:
-    """One server; also what the policy sees as a candidate."""
+    """One server; also what the policy sees as a candidate: its weight is its size, or less while it starts slowly."""
 
     id: str
-    weight: float = 1.0
+    size: float = 1.0
     slowdown: float = 1.0
     hardware: Hardware = field(default_factory=Hardware)
     inflight: int = 0
+    weight: float = field(init=False)
     cache: PrefixCache = field(init=False)
     waiting: deque[Request] = field(default_factory=deque)
     prefilling: deque[Request] = field(default_factory=deque)
@@ -164,7 +165,8 @@ class SimEngine:
     _prefill_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        self.cache = PrefixCache(int(self.hardware.kv_tokens * self.weight))
+        self.weight = self.size
+        self.cache = PrefixCache(int(self.hardware.kv_tokens * self.size))
 
     def _rates(self) -> None:
         """Tokens a second: of each decoding sequence, and of the prefill at the head of the line."""
@@ -173,8 +175,8 @@ class SimEngine:
             return
         hw = self.hardware
         # Tensor parallelism divides the work but not the overhead of a step, some third of it.
-        scale = self.slowdown / self.weight
-        step = hw.step * self.slowdown * (1 / 3 + 2 / 3 / self.weight)
+        scale = self.slowdown / self.size
+        step = hw.step * self.slowdown * (1 / 3 + 2 / 3 / self.size)
         step += scale * (len(self.decoding) * hw.per_sequence + self.context * hw.per_context_token)
         if self.prefilling:
             step += scale * hw.chunk / hw.prefill
@@ -199,7 +201,7 @@ class SimEngine:
         self._fill()
 
     def _fill(self) -> None:
-        while self.waiting and self.running < self.hardware.max_seqs * self.weight:
+        while self.waiting and self.running < self.hardware.max_seqs * self.size:
             request = self.waiting[0]
             if not self.cache.admit(request, force=not self.running):
                 break

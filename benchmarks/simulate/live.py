@@ -1,7 +1,9 @@
 """The order that the simulator found, measured on real requests: ``python -m benchmarks.simulate.live``.
 
-Four simulated engines, one of them five times slower, behind the real proxy; agents with growing prompts, every policy
-with the same sessions. About half a minute a policy.
+Four simulated engines, one of them five times slower, behind the real proxy; agents with growing prompts. In a round
+every policy gets the same sessions, in an order that rotates from round to round, so that neither a lucky trace nor a
+busy minute of the machine makes the order. One to three minutes a policy and round; ``--resume`` goes on with a run
+that was cut off.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 import aiohttp
 
 from benchmarks.simulate.world import Result
 
-POLICIES = ("sticky", "prefix", "consistent_hash", "least_inflight", "round_robin")
+POLICIES = ("sticky", "prefix", "consistent_hash", "least_inflight", "power_of_two", "round_robin")
 ENGINES = 4
 SLOWDOWN = 5.0
 START_SECONDS = 60.0
@@ -126,13 +129,21 @@ async def _load(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    out = ["| policy | mean | p90 | p99 | makespan | prefix hits | moves |", "|---|--:|--:|--:|--:|--:|--:|"]
-    out += [
-        f"| {row['policy']} | {row['mean']:.1f} | {row['p90']:.1f} | {row['p99']:.1f} | {row['makespan']:.1f} "
-        f"| {row['hits']:.0%} | {row['moves']} |"
-        for row in rows
+    """Medians over the rounds, the best mean first; the spread of the means beside it."""
+    out = [
+        "| policy | mean | of the rounds | p90 | p99 | makespan | prefix hits | moves |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    return "\n".join(out) + "\n"
+    by_policy = {row["policy"]: [each for each in rows if each["policy"] == row["policy"]] for row in rows}
+    lines = []
+    for policy, runs in by_policy.items():
+        means = sorted(run["mean"] for run in runs)
+        mid = {name: median(run[name] for run in runs) for name in ("mean", "p90", "p99", "makespan", "hits", "moves")}
+        spread = " / ".join(f"{mean:.1f}" for mean in means)
+        row = [policy, f"{mid['mean']:.1f}", spread, *(f"{mid[name]:.1f}" for name in ("p90", "p99", "makespan"))]
+        row += [f"{mid['hits']:.0%}", f"{mid['moves']:.0f}"]
+        lines.append((mid["mean"], f"| {' | '.join(row)} |"))
+    return "\n".join([*out, *(line for _, line in sorted(lines))]) + "\n"
 
 
 def main() -> None:
@@ -140,13 +151,30 @@ def main() -> None:
     parser.add_argument("--policies", type=lambda text: text.split(","), default=list(POLICIES))
     parser.add_argument("--sessions", type=int, default=96)
     parser.add_argument("--concurrency", type=int, default=48)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of the first round; each further round has the next one")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was cut off")
+    parser.add_argument(
+        "--runs", type=Path, default=Path(".run/balancing-live.jsonl"), help="each run, once it is there"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    rows = []
-    for policy in args.policies:
-        rows.append(asyncio.run(_one(policy, args.sessions, args.concurrency, args.seed)).row())
-        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    args.runs.parent.mkdir(parents=True, exist_ok=True)
+    if not args.resume:
+        args.runs.unlink(missing_ok=True)
+    rows = [json.loads(line) for line in args.runs.read_text().splitlines()] if args.runs.exists() else []
+    done = {(row["policy"], row["seed"]) for row in rows}
+    for turn in range(args.rounds):
+        seed = args.seed + turn
+        for number in range(len(args.policies)):
+            policy = args.policies[(number + turn) % len(args.policies)]
+            if (policy, seed) in done:
+                continue
+            row = asyncio.run(_one(policy, args.sessions, args.concurrency, seed)).row() | {"seed": seed}
+            rows.append(row)
+            with args.runs.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+            print(f"seed {seed} {policy}: mean {row['mean']:.1f} p99 {row['p99']:.1f}", file=sys.stderr, flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "balancing-live.json").write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))

@@ -142,6 +142,13 @@ def joining(random: Random, engines: int, each: int) -> Trace:
     return trace
 
 
+def restarted(random: Random, engines: int, each: int) -> Trace:
+    trace = agents(random, engines, each)
+    trace.name, trace.says = "restarted", "agents; one engine in eight comes back after 60 s with an empty cache"
+    trace.absent, trace.join_at = max(1, engines // 8), 60.0
+    return trace
+
+
 def syncs(random: Random, engines: int, each: int) -> Trace:
     trace = agents(random, engines, each)
     trace.name, trace.says = "syncs", "agents; every 30 s a weight sync of 2 s that empties all caches"
@@ -179,6 +186,7 @@ TRACES: tuple[Callable[[Random, int, int], Trace], ...] = (
     saturated,
     slow,
     joining,
+    restarted,
     syncs,
     skewed,
     sizes,

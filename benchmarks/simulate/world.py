@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.simulate.engine import Request, SimEngine
 from benchmarks.simulate.traces import Session, Trace
 from proxy.core.balancing import Balancer
+from proxy.core.balancing.slow_start import SlowStart
 
 TOKENS_PER_BYTE = 16
 """A byte stands for this many tokens in what a policy sees of a prompt (of real text it is a quarter of one)."""
@@ -69,8 +70,9 @@ class _Running:
 class World:
     """One run of a trace under a policy."""
 
-    def __init__(self, trace: Trace, policy: Balancer, name: str, engines: int) -> None:
+    def __init__(self, trace: Trace, policy: Balancer, name: str, engines: int, slow_start: float = 0.0) -> None:
         self.trace = trace
+        self.slow_start = SlowStart(slow_start)
         self.policy = policy
         sizes = trace.sizes or [1]
         # The slow ones are spread over the fleet and present from the start.
@@ -78,7 +80,7 @@ class World:
         self.engines = [
             SimEngine(
                 f"10.0.0.{n}:8000",
-                weight=float(sizes[n % len(sizes)]),
+                size=float(sizes[n % len(sizes)]),
                 slowdown=5.0 if every and n % every == 0 else 1.0,
             )
             for n in range(engines)
@@ -103,6 +105,8 @@ class World:
         trace = self.trace
         for _ in range(min(trace.concurrency, len(trace.sessions))):
             self._start_session()
+        for engine in self.eligible:
+            self.slow_start.came(engine.id, self.now)
         if trace.absent:
             self._at(trace.join_at, "join", None)
         if trace.sync_every:
@@ -131,8 +135,8 @@ class World:
         # Imbalance while there is more work to start: in the tail of a batch some engines must be idle.
         if time >= self._sample_at and self._next < len(self.trace.sessions):
             self._sample_at = time + SAMPLE_SECONDS
-            self._peaks += max([engine.inflight / engine.weight for engine in self.eligible])
-            self._means += self._inflight / sum([engine.weight for engine in self.eligible])
+            self._peaks += max([engine.inflight / engine.size for engine in self.eligible])
+            self._means += self._inflight / sum([engine.size for engine in self.eligible])
 
     def _at(self, time: float, kind: str, what: Any) -> None:
         self._order += 1
@@ -218,6 +222,18 @@ class World:
 
     def _on_join(self, _: None) -> None:
         self.eligible = list(self.engines)
+        for engine in self.engines:
+            self.slow_start.came(engine.id, self.now)
+        self._on_ramp(None)
+
+    def _on_ramp(self, _: None) -> None:
+        """As `proxy.fleet.ramps` does it: the list is another one, so that policies look at the weights again."""
+        shares = self.slow_start.shares(self.now)
+        for engine in self.engines:
+            engine.weight = engine.size * shares.get(engine.id, 1.0)
+        self.eligible = list(self.eligible)
+        if shares:
+            self._at(self.now + self.slow_start.step, "ramp", None)
 
     def _on_sync(self, _: None) -> None:
         self._closed = True

@@ -2,7 +2,8 @@
 
 A source owns only the engines it brought; those of ``--engine`` and of the API stay whatever it says. A source that
 fails (no file, no answer) changes nothing: an outage of the directory must not empty the fleet. While a transfer group
-stands, an engine that joins is not a member of it; it stays fenced until the next round takes it in.
+stands, an engine that joins is not a member of it; it stays fenced until the next round takes it in. Whoever brought
+an engine, it comes to its share of the requests by `proxy.fleet.ramps`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from proxy.config import Settings
 from proxy.core.membership import difference, read_list
 from proxy.fleet.engine import engine_id
 from proxy.fleet.members import Members
+from proxy.fleet.ramps import Ramps
 from proxy.fleet.registry import Fleet
 from proxy.tasks import spawn
 
@@ -59,6 +61,7 @@ class Discovery:
         self._settings = settings
         self._fleet = fleet
         self._members = members
+        self._ramps = Ramps(fleet, settings.slow_start)
         self._tasks: list[asyncio.Task[None]] = []
         self._sources: list[Source] = []
         if settings.engines_file is not None:
@@ -79,6 +82,7 @@ class Discovery:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._ramps.stop()
 
     async def _loop(self, source: Source) -> None:
         while True:

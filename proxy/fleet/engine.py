@@ -44,7 +44,8 @@ class Engine:
         start_time: ``process_start_time_seconds`` of its ``/metrics`` (Unix seconds), if it has one.
         boot: counts the restarts that the proxy noticed.
         world_size: workers of this server (``GET /get_world_size``).
-        weight: share of the load relative to others; the world size unless it is unknown.
+        weight: share of the load relative to others; the world size unless it is unknown, a part of it while the
+            engine starts slowly.
         tainted: an update began and did not end well, or its weights were wiped.
         updating: it is inside an update round, so its weights are nobody's.
         asleep: what ``/sleep`` took away and ``/wake_up`` has not brought back: ``weights``, ``kv_cache``.
