@@ -23,7 +23,11 @@ BASE: Final = Path("/tmp/gpu")
 INBOX: Final = BASE / "inbox"
 SITE: Final = BASE / "site"
 
-ENTRY_POINTS: Final = "[vllm.general_plugins]\nfleetgate_cpu_transfer = engine_launcher.cpu_transfer:register\n"
+ENTRY_POINTS: Final = (
+    "[vllm.general_plugins]\n"
+    "fleetgate_cpu_transfer = engine_launcher.cpu_transfer:register\n"
+    "fleetgate_old_nccl = old_nccl:register\n"
+)
 
 
 class Joined:
@@ -89,6 +93,7 @@ def finish() -> None:
         print(f"installed {len(wheels)} wheels", flush=True)
         for each in running:
             print(each.result(), flush=True)
+    shutil.copyfile(Path(__file__).with_name("old_nccl.py"), SITE / "old_nccl.py")
     info = SITE / "fleetgate-0.1.0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fleetgate\nVersion: 0.1.0\n")

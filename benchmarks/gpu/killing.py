@@ -41,7 +41,7 @@ async def kill(stage: Stage, proxy: Server, trainer: Trainer, version: str) -> d
             await asyncio.sleep(3)
             fenced = states[-1][1] if states else "?"
             joined = time.time()
-            await trainer.ask("init")
+            await trainer.ask("init", url=proxy.url)
             await sync(control, trainer, "keep", 1, version)
             synced = time.time()
             await asyncio.sleep(4 * scale)

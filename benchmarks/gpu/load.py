@@ -133,16 +133,14 @@ class Client:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.random = random.Random(plan.seed)
         self.rollouts: list[Rollout] = []
-        self.turn = 0
         self.stopping = False
         self.current: dict[asyncio.Task[None], Rollout] = {}
 
-    def length(self) -> int:
+    def length(self, chance: random.Random) -> int:
         """A long-tailed length in tokens."""
         plan = self.plan
-        return max(4, min(plan.longest, round(plan.median * self.random.lognormvariate(0.0, plan.sigma))))
+        return max(4, min(plan.longest, round(plan.median * chance.lognormvariate(0.0, plan.sigma))))
 
     def raw(self, prompt: list[int], tokens: int, host: str) -> bytes:
         """The request to the letter."""
@@ -166,19 +164,23 @@ class Client:
         )
         return head.encode() + body
 
-    async def slot(self, share: float) -> None:
-        """One rollout after another; the first is in the middle, so that a load is steady from its start."""
-        where = self.plan.urls[self.turn % len(self.plan.urls)]
+    async def slot(self, index: int) -> None:
+        """One rollout after another; the first is in the middle, so that a load is steady from its start.
+
+        Prompts and lengths follow from the seed and the slot alone, so that every route is given the same.
+        """
+        where = self.plan.urls[index % len(self.plan.urls)]
         url = urlsplit(where)
-        self.turn += 1
+        chance = random.Random(self.plan.seed * 1_000_003 + index)
+        share = chance.random()
         connection: Answer | None = None
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
         while not self.stopping:
-            wanted = max(2, round(self.length() * share))
+            wanted = max(2, round(self.length(chance) * share))
             share = 1.0
-            prompt = [self.random.randrange(256) for _ in range(self.random.randint(*self.plan.prompt))]
+            prompt = [chance.randrange(256) for _ in range(chance.randint(*self.plan.prompt))]
             rollout = Rollout(time.time(), wanted, url=where)
             self.current[task] = rollout
             try:
@@ -267,7 +269,7 @@ class Client:
     async def run(self) -> None:
         """Start all, wait for the stop, end all."""
         plan = self.plan
-        tasks = [asyncio.ensure_future(self.slot(self.random.random())) for _ in range(plan.concurrency)]
+        tasks = [asyncio.ensure_future(self.slot(index)) for index in range(plan.concurrency)]
         print("started", flush=True)
         loop = asyncio.get_running_loop()
         stop = loop.run_in_executor(None, sys.stdin.buffer.read)

@@ -13,6 +13,8 @@ RAMP: Final = 3.0
 """Seconds before a measurement begins; the rollouts start in their middle, so the load is steady at once."""
 WINDOW: Final = 10.0
 """Seconds of one cell of the throughput table."""
+MANY: Final = 1024
+"""Rollouts in flight above which all takes twice as long: each runs slower, and the window must see whole ones."""
 
 GOOD: Final = ("length", "stop")
 
@@ -43,11 +45,10 @@ async def cell(
 ) -> dict[str, Any]:
     """One cell: a steady load by one route."""
     options = stage.options
-    # With more in flight each runs slower, and the window must see whole ones.
-    longer = 1.5 if concurrency > 1024 else 1.0
+    longer = 2.0 if concurrency > MANY else 1.0
     ramp, window = RAMP * longer * options.scale, WINDOW * longer * options.scale
     load = Load()
-    clients = min(concurrency, options.clients * (2 if concurrency > 1024 else 1))
+    clients = min(concurrency, options.clients * (2 if concurrency > MANY else 1))
     urls = stage.urls if proxy is None else [proxy.url]
     watched = {f"engine {index}": each for index, each in enumerate(stage.engines)}
     if proxy is not None:
@@ -84,14 +85,17 @@ async def cell(
     }
 
 
-async def throughput(stage: Stage, sizes: list[int], save: Any) -> list[dict[str, Any]]:
-    """(a) Each load straight, through the proxy, through the proxy, straight: drift of the machine cancels."""
+async def throughput(stage: Stage, save: Any) -> list[dict[str, Any]]:
+    """(a) Each load straight, through the proxy, through the proxy, straight, so that drift of the machine cancels.
+
+    Each cell has the same prompts and lengths.
+    """
     found: list[dict[str, Any]] = []
     proxy = await stage.proxy("proxy", stage.urls)
-    await cell(stage, None, min(sizes), stream=False, seed=1)  # kernels are chosen and caches filled on first use
-    for concurrency in sizes:
-        for stream in (True, False):
-            for route in (None, proxy, proxy, None):
+    await warm(stage)
+    for concurrency in stage.options.in_flight:
+        for stream in stage.options.forms:
+            for route in (None, proxy, proxy, None) * stage.options.rounds:
                 row = await cell(stage, route, concurrency, stream=stream, seed=7)
                 found.append(row)
                 say(
@@ -102,7 +106,14 @@ async def throughput(stage: Stage, sizes: list[int], save: Any) -> list[dict[str
     return found
 
 
-async def paired(stage: Stage, sizes: list[int], save: Any) -> list[dict[str, Any]]:
+async def warm(stage: Stage) -> None:
+    """Kernels are chosen and caches filled on first use."""
+    if "warm" not in stage.facts:
+        await cell(stage, None, min(stage.options.in_flight), stream=False, seed=1)
+        stage.facts["warm"] = True
+
+
+async def paired(stage: Stage, save: Any) -> list[dict[str, Any]]:
     """(a) Half of the load straight and half through the proxy, at once and on the same engines.
 
     What the machine does to the engines' speed then happens to both halves alike. The engines give each running rollout
@@ -112,23 +123,24 @@ async def paired(stage: Stage, sizes: list[int], save: Any) -> list[dict[str, An
     found: list[dict[str, Any]] = []
     options = stage.options
     proxy = await stage.proxy("proxy", stage.urls)
-    await cell(stage, None, min(sizes), stream=False, seed=1)
+    await warm(stage)
     urls = [each for engine in stage.urls for each in (engine, proxy.url)]
-    for concurrency in sizes:
-        longer = 2.5 if concurrency > 1024 else 1.0
-        for stream in (True, False):
+    for concurrency in options.in_flight:
+        longer = 2.0 if concurrency > MANY else 1.0
+        for stream in options.forms:
             load = Load()
-            clients = options.clients * (2 if concurrency > 1024 else 1)
+            clients = options.clients * (2 if concurrency > MANY else 1)
             try:
                 await load.start(urls, concurrency, clients, 23, stream=stream, model=MODEL)
                 async with Counters(stage.urls, stage.session) as counters:
                     await asyncio.sleep(RAMP * longer * options.scale)
                     start = time.time()
-                    assert proxy.process is not None
-                    before = cpu_seconds(proxy.process.pid)
+                    watched = {each.name: each.process.pid for each in (*stage.engines, proxy) if each.process}
+                    watched |= {f"client {index}": each.pid for index, each in enumerate(load.processes)}
+                    before = {name: cpu_seconds(pid) for name, pid in watched.items()}
                     await asyncio.sleep(1.5 * WINDOW * longer * options.scale)
                     end = time.time()
-                    cores = (cpu_seconds(proxy.process.pid) - before) / (end - start)
+                    cores = {name: (cpu_seconds(pid) - before[name]) / (end - start) for name, pid in watched.items()}
                     await asyncio.sleep(0.6)
                 rows = await load.stop()
             finally:
@@ -138,7 +150,9 @@ async def paired(stage: Stage, sizes: list[int], save: Any) -> list[dict[str, An
                 "concurrency": concurrency,
                 "stream": stream,
                 "tokens_per_second": counters.rate(start, end),
-                "proxy_cores": cores,
+                "proxy_cores": cores["proxy"],
+                "engine_cores": [each for name, each in cores.items() if name.startswith("engine")],
+                "client_cores_most": max(each for name, each in cores.items() if name.startswith("client")),
             }
             for name in ("straight", "proxy"):
                 mine = [each for each in rows if (each["url"] == proxy.url) == (name == "proxy")]
@@ -148,7 +162,7 @@ async def paired(stage: Stage, sizes: list[int], save: Any) -> list[dict[str, An
             found.append(row)
             say(
                 f"p: {concurrency} {'stream' if stream else 'whole'}: {row['straight']['ms_per_token']:.2f} ms/token "
-                f"straight, {row['proxy']['ms_per_token']:.2f} by the proxy ({cores:.2f} cores)"
+                f"straight, {row['proxy']['ms_per_token']:.2f} by the proxy ({cores['proxy']:.2f} cores)"
             )
             save(found)
     return found

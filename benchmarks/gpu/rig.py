@@ -57,9 +57,12 @@ class Server:
         self.pipes = pipes
         self.process: asyncio.subprocess.Process | None = None
         self.url = ""
+        self.ending = False
+        """Whether its end is wanted."""
 
     async def start(self) -> None:
         """Start it, or start it again."""
+        self.ending = False
         with self.log.open("ab") as sink:
             pipe = asyncio.subprocess.PIPE if self.pipes else None
             self.process = await asyncio.create_subprocess_exec(
@@ -90,6 +93,7 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL to it and all that it started."""
+        self.ending = True
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -112,17 +116,21 @@ class Server:
 class Trainer(Server):
     """The trainer's process: one JSON line in, one out."""
 
-    async def ready(self) -> None:
-        """Wait until its weights are loaded."""
-        await self._line(TRAINER_WAIT)
+    is_ready = False
 
-    async def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+    async def ready(self) -> None:
+        """Wait until its weights are loaded; at once after the first time."""
+        if not self.is_ready:
+            await self._line(TRAINER_WAIT)
+            self.is_ready = True
+
+    async def ask(self, do: str, limit: float = CALL_LIMIT, **fields: Any) -> dict[str, Any]:
         """One command; raises with the trainer's error."""
         self.check()
         assert self.process is not None
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
-        answer = await self._line(CALL_LIMIT)
+        answer = await self._line(limit)
         if not answer["ok"]:
             raise RunFailed(f"{self.name}: {do}: {answer['error']}\n{self.tail(8)}")
         return answer

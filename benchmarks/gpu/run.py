@@ -21,18 +21,21 @@ import aiohttp
 import killing
 import phases
 import tables
-from rig import Control, RunFailed, say
+from rig import Control, RunFailed, Server, say
 from stage import Options, Stage, more_files
 
-ROOM = {"a": 150.0, "p": 80.0, "b": 90.0, "n": 70.0, "c": 80.0, "d": 90.0}
-"""Seconds that must be left before the deadline for a phase to begin."""
+ROOM = {"a": 60.0, "p": 50.0, "b": 80.0, "n": 70.0, "c": 100.0, "d": 90.0}
+"""Seconds that must be left before the deadline for a phase to begin; its cells are kept as they come."""
+
+JOIN_LIMIT = 45.0
+"""Seconds for the first group and the first weights over NCCL: what hangs there never ends."""
 
 
 class Run:
     """One run: phases in the order asked for, each kept from taking the others down."""
 
-    def __init__(self, stage: Stage, wanted: str) -> None:
-        self.stage, self.wanted = stage, wanted
+    def __init__(self, stage: Stage, wanted: str, modes: list[str]) -> None:
+        self.stage, self.wanted, self.modes = stage, wanted, modes
         self.found: dict[str, Any] = {"sim": stage.options.sim, "gpus": stage.options.gpus, "model": stage.options.size}
         self.trainer: Any = None
 
@@ -59,7 +62,7 @@ class Run:
             return
         started = time.time()
         try:
-            await asyncio.wait_for(work(), left)
+            await self.guarded(work, left)
         except Exception as error:
             text = "".join(traceback.format_exception(error))[-3000:]
             say(f"{name} FAILED: {text}")
@@ -68,15 +71,35 @@ class Run:
         self.save()
         say(f"{name}: {time.time() - started:.0f} s; {self.stage.options.deadline - time.time():.0f} s left")
 
+    async def guarded(self, work: Any, left: float) -> None:
+        """Run it until it ends, time is up, or a process that it needs has died."""
+        tasks = [asyncio.ensure_future(work()), asyncio.ensure_future(self.stage.death())]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise RunFailed(f"not done within the {left:.0f} s that were left")
+            for each in done:
+                each.result()
+        finally:
+            for each in tasks:
+                each.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def throughput(self) -> None:
         """(a)."""
-        sizes = [64, 128] if self.stage.options.sim else [512, 2048]
-        await phases.throughput(self.stage, sizes, lambda rows: self.keep("throughput", rows))
+        await phases.throughput(self.stage, lambda rows: self.keep("throughput", rows))
 
     async def paired(self) -> None:
         """(a), both routes at once."""
-        sizes = [64, 128] if self.stage.options.sim else [512, 2048]
-        await phases.paired(self.stage, sizes, lambda rows: self.keep("paired", rows))
+        await phases.paired(self.stage, lambda rows: self.keep("paired", rows))
+
+    async def early(self, name: str, backend: str, devices: list[int]) -> Any:
+        """The trainer that was started with the engines, or a new one."""
+        there = self.stage.spares.get(name)
+        if there is None or not there.alive:
+            return await self.stage.trainer(name, backend, devices)
+        await there.ready()  # type: ignore[attr-defined]
+        return there
 
     async def fleet_trainer(self) -> Any:
         """The proxy in front of the whole fleet, and a trainer that has joined it."""
@@ -88,8 +111,8 @@ class Run:
         devices = list(range(stage.options.gpus))
         url = stage.spares["proxy"].url
         try:
-            trainer = await stage.trainer("trainer", stage.backend, url, devices)
-            await trainer.ask("init")
+            trainer = await self.early("trainer", stage.backend, devices)
+            await trainer.ask("init", url=url)
             await trainer.ask("send", seed=0)
         except RunFailed as error:
             if stage.backend != "ipc":
@@ -106,8 +129,8 @@ class Run:
                 await each.start()
             await asyncio.gather(*(each.healthy(stage.session, 240) for each in again))
             await stage.proxy("proxy", stage.urls)
-            trainer = await stage.trainer("trainer", stage.backend, stage.spares["proxy"].url, [0])
-            await trainer.ask("init")
+            trainer = await stage.trainer("trainer", stage.backend, [0])
+            await trainer.ask("init", url=stage.spares["proxy"].url)
             await trainer.ask("send", seed=0)
         self.trainer = trainer
         self.found["backend"] = stage.backend
@@ -117,35 +140,46 @@ class Run:
         """(b) Both engines through one URL."""
         proxy, trainer = await self.fleet_trainer()
         self.keep("check_before", await phases.check(self.stage, self.stage.urls, proxy, trainer, 0, "u1"))
-        await self.rounds("syncs", self.stage.urls, proxy, trainer, ["keep", "abort", "wait"])
+        await self.rounds("syncs", self.stage.urls, proxy, trainer, self.modes)
 
     async def nccl(self) -> None:
         """(b) Over NCCL: the trainer on GPU 0, engines on all others."""
         stage = self.stage
+        trainer = await self.early("trainer-nccl", "nccl", [0])
+        plain = stage.spares["plain"]
+        await self.probe("straight, vLLM as it is", [plain.url], plain, trainer, 1, plain=True)
+        await stage.drop("plain")
         urls = [each.url for name, each in stage.spares.items() if name.startswith("nccl-")]
         proxy = await stage.proxy("proxy-nccl", urls)
-        probes: dict[str, Any] = {}
-        tries: list[tuple[str, str, list[str]]] = [
-            ("through the proxy", proxy.url, []),
-            ("through the proxy, unpacked", proxy.url, ["--unpacked"]),
-        ]
-        if len(urls) == 1:
-            tries.append(("straight", urls[0], []))
         # Where the weights do not arrive, the same without packing and then without the proxy says whose fault it is.
-        for name, url, extra in tries:
-            trainer = await stage.trainer("trainer-nccl", "nccl", url, [0], *extra)
-            await trainer.ask("init")
-            await trainer.ask("send", seed=1)
-            version = (await Control(urls[0], stage.session).get("/weight_info"))["weight_version"]
-            probes[name] = await phases.check(stage, urls, proxy, trainer, 1, version)
-            self.keep("nccl_probes", probes)
-            judged = probes[name]["greedy"][0]
-            say(f"n: {name}: greedy {judged['equal_bfloat16']} of {judged['tokens']}")
-            if judged["equal_bfloat16"] > judged["tokens"] // 2 and name != "straight":
-                await self.rounds("syncs_nccl", urls, proxy, trainer, ["keep", "abort"])
-                break
-        await stage.drop("trainer-nccl")
-        await stage.drop("proxy-nccl")
+        right = await self.probe("through the proxy", urls, proxy, trainer, 1)
+        if not right:
+            right = await self.probe("through the proxy, unpacked", urls, proxy, trainer, 2, unpacked=True)
+        if not right and len(urls) == 1:
+            straight = Server("straight", [], {}, stage.options.work)
+            straight.url = urls[0]
+            await self.probe("straight", urls, straight, trainer, 1)
+        if right:
+            await self.rounds("syncs_nccl", urls, proxy, trainer, ["keep", "abort"])
+        for name in ("trainer-nccl", "proxy-nccl", *(each for each in stage.spares if each.startswith("nccl-"))):
+            await stage.drop(name)
+
+    async def probe(self, name: str, urls: list[str], to: Server, trainer: Any, seed: int, **how: bool) -> bool:
+        """One group, one update, and whether every engine then has the trainer's weights."""
+        joined = await trainer.ask("init", JOIN_LIMIT, url=to.url, **how)
+        sent = await trainer.ask("send", JOIN_LIMIT, seed=seed)
+        version = (await Control(urls[0], self.stage.session).get("/weight_info"))["weight_version"]
+        row = await phases.check(self.stage, urls, to, trainer, seed, version)
+        row |= {"nccl_disabled": joined.get("disabled"), "send_seconds": sent["seconds"]}
+        self.found.setdefault("nccl_probes", {})[name] = row
+        self.save()
+        judged = row["greedy"][0]
+        say(
+            f"n: {name}: nccl disabled {row['nccl_disabled']}, {row['trainers_checksums_equal']} of"
+            f" {row['trainers_checksums']} checksums are the trainer's, greedy {judged['equal_bfloat16']} of"
+            f" {judged['tokens']}, sent in {sent['seconds']:.3f} s"
+        )
+        return bool(row["trainers_checksums_equal"] == row["trainers_checksums"])
 
     async def rounds(self, name: str, urls: list[str], proxy: Any, trainer: Any, modes: list[str]) -> None:
         """One mode after another."""
@@ -163,7 +197,7 @@ class Run:
         """(c)."""
         proxy, trainer = await self.fleet_trainer()
         for mode in ("none", "keep", "abort", "wait"):
-            row = await phases.policies(self.stage, proxy, trainer, mode, 20 if mode == "none" else 35)
+            row = await phases.policies(self.stage, proxy, trainer, mode, 30 if mode == "none" else 62)
             self.found.setdefault("policies", []).append(row)
             self.save()
             say(f"c: {mode}: {row['finished_per_minute']:.0f} rollouts/min, errors {row['errors']}")
@@ -202,19 +236,25 @@ async def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("/tmp/gpu/work"))
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--sync-load", type=int, default=512)
+    parser.add_argument("--in-flight", type=int, nargs="*", help="rollouts in flight of a and p; 512 and 2,048")
+    parser.add_argument("--forms", nargs="*", choices=["streamed", "whole"], default=["streamed", "whole"])
+    parser.add_argument("--rounds", type=int, default=1, help="of a: straight, proxy, proxy, straight")
+    parser.add_argument("--modes", nargs="*", default=["keep", "abort", "wait"], help="of b")
     args = parser.parse_args()
     more_files()
     for each in (args.out, args.work):
         each.mkdir(parents=True, exist_ok=True)
     options = Options(args.sim, args.gpus, args.out.absolute(), args.scale, args.size, time.time() + args.seconds)
     options.work, options.clients = args.work.absolute(), args.clients
-    options.nccl = "n" in args.phases
+    options.phases, options.rounds = args.phases if args.gpus > 1 else args.phases.replace("n", ""), args.rounds
+    options.in_flight = tuple(args.in_flight or ([64, 128] if args.sim else [512, 2048]))
+    options.forms = tuple(each == "streamed" for each in args.forms)
     # No limit of connections: counters and control calls must never wait for one another.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
         stage = Stage(options, session)
         stage.facts["sync_load"] = args.sync_load
-        run = Run(stage, args.phases)
+        run = Run(stage, args.phases, args.modes)
         try:
             run.keep("date", time.strftime("%Y-%m-%d"))
             run.keep("versions", stage.versions())

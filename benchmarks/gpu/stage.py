@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import old_nccl
 import rig
 from rig import Control, RunFailed, Server, Trainer, say
 
@@ -25,7 +27,7 @@ SHAPES: Final = {
     "7b": {"hidden": 4096, "intermediate": 14336, "layers": 30, "heads": 32, "kv-heads": 8, "head-dim": 128},
 }
 KV_BYTES: Final = 32 * 2**30
-"""Key-value cache of an engine: a million tokens of the 0.7 B model. Given outright, so that engines may start beside one
+"""Key-value cache of an engine: a million tokens of the 0.7 B model, 260,000 of the 7 B one. Given outright, so that engines may start beside one
 another on one GPU: vLLM's own measurement of free memory takes the neighbour's weights for its own."""
 
 FILES: Final = 65536
@@ -46,8 +48,13 @@ class Options:
     work: Path = Path("/tmp/gpu/work")
     sim_rate: float = 40.0
     clients: int = 8
-    nccl: bool = True
-    """Whether engines for a trainer over NCCL are raised beside the fleet."""
+    in_flight: tuple[int, ...] = (512, 2048)
+    """Rollouts in flight of the throughput phases."""
+    forms: tuple[bool, ...] = (True, False)
+    """Whether they are streamed."""
+    rounds: int = 1
+    """How often the routes come in turn."""
+    phases: str = ""
 
 
 @dataclass
@@ -80,7 +87,7 @@ class Stage:
             "PYTHONPATH": os.pathsep.join([str(rig.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
 
-    def engine(self, name: str, gpu: int, backend: str) -> Server:
+    def engine(self, name: str, gpu: int, backend: str, **env: str) -> Server:
         """A server, not yet started."""
         port = free_ports("127.0.0.1", 1)[0]
         if self.options.sim:
@@ -93,7 +100,7 @@ class Stage:
             argv += ["--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.3", "--enable-scale-out"]
             argv += ["--kv-cache-memory-bytes", str(KV_BYTES), "--max-num-seqs", "1536", "--max-model-len", "4096"]
             argv += ["--weight-transfer-config", json.dumps({"backend": backend}), "--disable-uvicorn-access-log"]
-            server = Server(name, argv, {**self.env, "CUDA_VISIBLE_DEVICES": str(gpu)}, self.options.work)
+            server = Server(name, argv, {**self.env, "CUDA_VISIBLE_DEVICES": str(gpu)} | env, self.options.work)
         server.url = f"http://127.0.0.1:{port}"
         return server
 
@@ -115,17 +122,27 @@ class Stage:
             raise RunFailed(f"no model: {maker.tail()}")
 
     async def raise_engines(self) -> None:
-        """The fleet, and beside it one engine on the last GPU whose trainer is another GPU, over NCCL."""
+        """The fleet, and what takes part in NCCL: engines on all GPUs but the trainer's, and one left as vLLM makes it.
+
+        Trainers load their weights meanwhile; they join later.
+        """
         started = time.monotonic()
         await self.make_model()
         say(f"model made in {time.monotonic() - started:.0f} s")
+        gpus, phases = self.options.gpus, self.options.phases
         self.backend = "sim" if self.options.sim else "ipc"
-        self.engines = [self.engine(f"engine-{gpu}", gpu, self.backend) for gpu in range(self.options.gpus)]
-        for gpu in range(1, self.options.gpus if self.options.nccl else 1):
-            self.spares[f"nccl-{gpu}"] = self.engine(f"nccl-{gpu}", gpu, "nccl")
+        self.engines = [self.engine(f"engine-{gpu}", gpu, self.backend) for gpu in range(gpus)]
+        if "n" in phases:
+            for gpu in range(1, gpus):
+                self.spares[f"nccl-{gpu}"] = self.engine(f"nccl-{gpu}", gpu, "nccl")
+            self.spares["plain"] = self.engine("plain", gpus - 1, "nccl", **{old_nccl.OFF: "1"})
         everyone = [*self.engines, *self.spares.values()]
         for each in everyone:
             await each.start()
+        if "n" in phases:
+            await self.trainer("trainer-nccl", "nccl", [0], wait=False)
+        if set(phases) & set("bcd"):
+            await self.trainer("trainer", self.backend, list(range(gpus)), wait=False)
         await asyncio.gather(*(each.healthy(self.session, rig.ENGINE_WAIT) for each in everyone))
         self.facts["engines_up_seconds"] = round(time.monotonic() - started, 1)
         say(f"{len(everyone)} engines up after {self.facts['engines_up_seconds']} s")
@@ -155,18 +172,30 @@ class Stage:
             await asyncio.sleep(0.1)
         return server
 
-    async def trainer(self, name: str, backend: str, url: str, devices: list[int], *extra: str) -> Trainer:
-        """A trainer that has its weights, not yet joined."""
+    async def trainer(self, name: str, backend: str, devices: list[int], *, wait: bool = True) -> Trainer:
+        """A trainer, with its weights unless told not to wait, not yet joined."""
         await self.drop(name)
-        argv = [self.python, str(rig.HERE / "trainer.py"), "--model", str(self.model), "--url", url]
-        argv += ["--backend", "sim" if self.options.sim else backend, *extra]
+        argv = [self.python, str(rig.HERE / "trainer.py"), "--model", str(self.model)]
+        argv += ["--backend", "sim" if self.options.sim else backend]
         for each in devices:
             argv += ["--device", str(each)]
         server = Trainer(name, argv, self.env, self.options.work, pipes=True)
         self.spares[name] = server
         await server.start()
-        await server.ready()
+        if wait:
+            await server.ready()
         return server
+
+    async def death(self) -> None:
+        """Raise as soon as a process ends that nobody meant to end; otherwise for ever."""
+        seen: set[Server] = set()
+        while True:
+            for each in [*self.engines, *self.spares.values()]:
+                if each.alive:
+                    seen.add(each)
+                elif each in seen and not each.ending:
+                    each.check()
+            await asyncio.sleep(0.5)
 
     async def drop(self, name: str) -> None:
         """End a spare."""
@@ -182,12 +211,17 @@ class Stage:
             each.kill()
         await asyncio.gather(*(each.process.wait() for each in everyone if each.process), return_exceptions=True)
 
-    def versions(self) -> dict[str, str]:
+    def versions(self) -> dict[str, Any]:
         """Of what was measured."""
         names = ["aiohttp", "uvloop", "httptools"]
         if not self.options.sim:
             names += ["vllm", "torch", "transformers"]
-        return {each: rig.version_of(each, self.python, self.env) for each in names}
+        found: dict[str, Any] = {each: rig.version_of(each, self.python, self.env) for each in names}
+        if not self.options.sim:
+            argv = [self.python, str(rig.HERE / "old_nccl.py")]
+            done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=60, check=False)
+            found |= json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"nccl": done.stderr[-300:]}
+        return found
 
 
 def more_files() -> None:

@@ -118,6 +118,22 @@ def syncs(rows: list[dict[str, Any]]) -> str:
     return table([*heads, "largest logit gap"], out)
 
 
+def probes(rows: dict[str, dict[str, Any]]) -> str:
+    """Whether weights arrive over NCCL."""
+    out = [
+        [
+            name,
+            "yes" if each["nccl_disabled"] else "no",
+            f"{each['trainers_checksums_equal']} of {each['trainers_checksums']}",
+            ", ".join(f"{one['equal_bfloat16']} of {one['tokens']}" for one in each["greedy"]),
+            ms(each["send_seconds"]),
+        ]
+        for name, each in rows.items()
+    ]
+    heads = ["one update over NCCL", "NCCL disabled", "checksums equal to the trainer's", "greedy tokens equal"]
+    return table([*heads, "start to finish, ms"], out)
+
+
 def policies(rows: list[dict[str, Any]]) -> str:
     """(c)."""
     names = {
@@ -170,6 +186,7 @@ def page(found: dict[str, Any]) -> str:
         "throughput": ("Throughput", throughput),
         "paired": ("Both routes at once", paired),
         "syncs": (f"Syncs of all engines ({found.get('backend')})", syncs),
+        "nccl_probes": ("Whether weights arrive over NCCL", probes),
         "syncs_nccl": ("Syncs over NCCL", syncs),
         "policies": ("Ways of pausing", policies),
         "kill": ("Engine killed", kill),

@@ -1,11 +1,12 @@
 """A trainer on GPUs, driven by JSON lines on standard input; each answer is one JSON line with ``ok`` and ``seconds``.
 
-``python trainer.py --backend ipc|nccl|fleetgate_cpu|sim --model PATH --url PROXY --device 0 [--device 1 ...]``
+``python trainer.py --backend ipc|nccl|fleetgate_cpu|sim --model PATH --device 0 [--device 1 ...]``
 
 It uses vLLM's own trainer engines and its ``HTTPVLLMWeightSyncClient`` unmodified, against one URL. ``ipc`` needs one
 rank on each engine's GPU (the handles are of one GPU each); the ranks beyond 0 are children of this process. Commands:
 
-- ``{"do": "init"}`` joins all engines into one group
+- ``{"do": "init", "url": "http://..."}`` joins all engines behind the URL into one group; by NCCL with ``"unpacked": true``
+  one broadcast a tensor, with ``"plain": true`` by vLLM as it is, whatever its NCCL lacks (see old_nccl.py)
 - ``{"do": "send", "seed": 1}`` makes the weights of seed 1 the model's, and sends them (start, update, finish)
 - ``{"do": "judge", "seed": 1, "prompt": [...], "output": [...]}`` compares with ``transformers``, token by token
 """
@@ -29,6 +30,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 SEEDS: Final = (0, 1, 2)
 """Sets of weights held on the GPU, so that a sync never waits for random numbers; 0 is what the model was made with."""
+
+FUSED: Final = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Tensors that vLLM keeps as one, in the order in which a Llama names them: rows one below the other."""
 
 GROUP_TIMEOUT: Final = 3600
 """Seconds that a rank waits for the next command; other phases lie between two of them."""
@@ -70,16 +80,19 @@ class GpuTrainer:
                 timeout=timedelta(seconds=GROUP_TIMEOUT),
             )
 
-    def init(self) -> dict[str, Any]:
+    def init(self, url: str, *, unpacked: bool = False, plain: bool = False) -> dict[str, Any]:
         """The group of the trainer and all engines."""
+        import old_nccl
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
         if self.engine is not None and hasattr(self.engine, "shutdown"):
             self.engine.shutdown()
-        client = HTTPVLLMWeightSyncClient(self.args.url)
+        if not plain:
+            old_nccl.register()
+        client = HTTPVLLMWeightSyncClient(url)
         source = ModuleSource(self.model)
-        size = world_size(self.args.url) + 1
+        size = world_size(url) + 1
         if self.args.backend == "ipc":
             from vllm.distributed.weight_transfer import ipc_engine as module
 
@@ -96,7 +109,7 @@ class GpuTrainer:
                     master_port=get_open_port(),
                     world_size=size,
                     rank=0,
-                    packed=not self.args.unpacked,
+                    packed=not unpacked,
                 ),
                 client=client,
                 source=source,
@@ -107,7 +120,10 @@ class GpuTrainer:
             self.engine = CpuTrainerWeightTransferEngine.trainer_init(
                 CpuTrainerInitInfo("127.0.0.1", 0, size, rank=0), client=client, source=source
             )
-        return {"world_size": size}
+        disabled = self.args.backend == "nccl" and self.engine.model_update_group.disabled
+        if disabled and not plain:
+            raise RuntimeError(f"vLLM has disabled NCCL here, so nothing would be sent: {old_nccl.facts()}")
+        return {"world_size": size, "disabled": disabled}
 
     def send(self, seed: int) -> dict[str, Any]:
         """One whole update."""
@@ -157,21 +173,22 @@ class GpuTrainer:
         return self.model(ids).logits[0, start - 1 :].float()
 
     def sums(self, seed: int) -> dict[str, Any]:
-        """SHA-256 of each tensor's bytes, as ``/weight_checker`` computes it for parameters that vLLM does not fuse."""
+        """SHA-256 of each tensor's bytes as ``/weight_checker`` computes it, for those too that vLLM lays together."""
         torch = self.torch
-        return {
-            "sums": {
-                name: hashlib.sha256(each.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
-                for name, each in self.sets[seed].items()
-            }
-        }
+        found: dict[str, Any] = {}
+        for name, each in self.sets[seed].items():
+            into = next((name.replace(part, whole) for part, whole in FUSED.items() if part in name), name)
+            found.setdefault(into, hashlib.sha256()).update(
+                each.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+            )
+        return {"sums": {name: each.hexdigest() for name, each in found.items()}}
 
 
 class SimulatedTrainer:
     """The same for simulated engines."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self) -> None:
+        self.url = ""
         self.loop = asyncio.new_event_loop()
         self.group: Any = None
         self.info: dict[str, Any] = {}
@@ -179,7 +196,7 @@ class SimulatedTrainer:
 
     def _post(self, path: str, body: Any = None) -> None:
         data = b"" if body is None else json.dumps(body).encode()
-        ask = urllib.request.Request(f"{self.args.url}/{path}", data, {"Content-Type": "application/json"})
+        ask = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
         try:
             urllib.request.urlopen(ask, timeout=300).close()
         except urllib.error.HTTPError as error:
@@ -188,14 +205,17 @@ class SimulatedTrainer:
     async def _beside(self, path: str, body: Any) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._post, path, body)
 
-    def init(self) -> dict[str, Any]:
+    def init(self, url: str, *, unpacked: bool = False, plain: bool = False) -> dict[str, Any]:
         """The group."""
         from engine_launcher.sim.trainer import SimTrainer
+
+        del unpacked, plain
+        self.url = url
 
         async def join() -> int:
             if self.group is not None:
                 await self.group.stop()
-            size = world_size(self.args.url) + 1
+            size = world_size(url) + 1
             self.group = SimTrainer(size)
             await self.group.start()
             await self._beside("init_weight_transfer_engine", {"init_info": self.group.init_info()})
@@ -265,16 +285,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=["ipc", "nccl", "fleetgate_cpu", "sim"], required=True)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--url", required=True)
     parser.add_argument("--device", type=int, action="append", default=[])
-    parser.add_argument("--unpacked", action="store_true", help="nccl: one broadcast a tensor")
     parser.add_argument("--group-port", type=int, default=0)
     parser.add_argument("--rank", type=int, default=0)
     args = parser.parse_args()
     args.device = args.device or [0]
     answers, sys.stdout = sys.stdout, sys.stderr
     if args.backend == "sim":
-        trainer: Any = SimulatedTrainer(args)
+        trainer: Any = SimulatedTrainer()
         children = []
     else:
         if len(args.device) > 1 and not args.group_port:
