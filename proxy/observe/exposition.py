@@ -10,12 +10,14 @@ Sample lines are the same in both formats; what differs is the head of a family 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 PREFIX = b"vllm:"
 """Families of an engine that are kept. Those of its process would be taken for the proxy's."""
+LINES_A_STEP = 64
+"""Lines of a page that are read in one go: 0.2 ms when no series is known yet."""
 
 
 class Format(StrEnum):
@@ -78,7 +80,17 @@ class PageReader:
         self._known: dict[bytes, tuple[bytes, bytes, bytes]] = {}
 
     def read(self, body: bytes) -> Page:
-        """The families that are kept, with the label ``engine`` set.
+        """The families that are kept, with the label ``engine`` set; see `steps`."""
+        steps = self.steps(body)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                page: Page = end.value
+                return page
+
+    def steps(self, body: bytes) -> Generator[None, None, Page]:
+        """The families that are kept, with the label ``engine`` set, in steps of a few lines.
 
         A line that is not what the text format allows is left out, so that one engine cannot spoil the page of all.
 
@@ -93,7 +105,9 @@ class PageReader:
         known, seen = self._known, {}
         is_value = _WHOLE_VALUE.fullmatch
         family = stands = b""
-        for line in body.split(b"\n"):
+        for number, line in enumerate(body.split(b"\n"), 1):
+            if not number % LINES_A_STEP:
+                yield
             if line[:5] == PREFIX:
                 series, _, value = line.rpartition(b" ")
                 found = known.get(series)
@@ -148,7 +162,9 @@ class PageReader:
 
 
 def merge(pages: Iterable[Page], fmt: Format) -> Iterator[bytes]:
-    """The page of all engines in pieces, one family each, without the last line of OpenMetrics.
+    """The page of all engines in pieces, without the last line of OpenMetrics.
+
+    A piece is a family, or empty: nothing to say yet, but a good place for a pause.
 
     A family has one HELP and one TYPE, those of the first engine that has it; where an engine of another vLLM version
     gives the same name another type, its samples are left out.
@@ -157,6 +173,7 @@ def merge(pages: Iterable[Page], fmt: Format) -> Iterator[bytes]:
     for page in pages:
         for name, block in page.items():
             families.setdefault(name, []).append(block)
+        yield b""
     taken: set[bytes] = set()
     for name, blocks in families.items():
         first = blocks[0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from proxy.observe import exposition
 from proxy.observe.metrics import OwnPage
 from proxy.observe.scrape import Scraper
 from proxy.observe.syncs import MAX_SYNCS
+from proxy.observe.turns import paced
 
 if TYPE_CHECKING:
     from proxy.data.plane import DataPlane
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _DIGITS = 6
 """Of a number in a query; nobody means more, and a number of a million digits takes a second to read."""
+PIECE = 64 << 10
+"""Bytes of a page that are written at once."""
 _NO_STORE = {"Cache-Control": "no-store"}
 
 
@@ -46,19 +49,23 @@ class Pages:
         if kind == "engine_removed":
             self._plane.stats.forget(details["engine"])
 
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
         """``GET /metrics``: the proxy's families are of this moment, those of the engines at most a second old."""
         fmt = exposition.negotiate(request.headers.get("Accept", ""))
         await self._scraper.refresh()
-        parts: list[bytes] = []
-        for part in self._own.render(fmt):
-            parts.append(part)
-            # With many engines the page takes tens of milliseconds in all; streams go on in between.
-            await asyncio.sleep(0)
+        parts = [part async for part in paced(self._own.render(fmt))]
         parts += await self._scraper.merged(fmt)
         if fmt is exposition.Format.OPENMETRICS:
             parts.append(b"# EOF\n")
-        return web.Response(body=b"".join(parts), headers={"Content-Type": fmt.value, **_NO_STORE})
+        # With many engines it is megabytes: written in pieces, a slow reader holds up itself and not the loop.
+        response = web.StreamResponse(headers={"Content-Type": fmt.value, **_NO_STORE})
+        response.content_length = sum(map(len, parts))
+        await response.prepare(request)
+        if request.method != "HEAD":
+            async for piece in paced(_pieces(parts)):
+                await response.write(piece)
+        await response.write_eof()
+        return response
 
     async def load(self, request: web.Request) -> web.Response:  # noqa: ARG002 - the signature of a handler
         """``GET /fleet/load``: work of each engine as its own metrics tell it."""
@@ -90,6 +97,20 @@ class Pages:
     async def stop(self, app: web.Application) -> None:  # noqa: ARG002
         """End reads that still run."""
         await self._scraper.stop()
+
+
+def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Small parts joined to what is worth a write, large ones as they are."""
+    waiting: list[bytes] = []
+    size = 0
+    for part in parts:
+        waiting.append(part)
+        size += len(part)
+        if size >= PIECE:
+            yield b"".join(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield b"".join(waiting)
 
 
 def _json(data: object) -> web.Response:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from proxy.data.upstream import Answer, FetchError
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
-from proxy.observe import exposition
+from proxy.observe import exposition, turns
 from proxy.observe.load import Load, Meter
 from proxy.tasks import spawn
 
@@ -24,8 +24,6 @@ KEEP = 30.0
 """Seconds for which an engine's last page stands in for a new one. Older numbers would be taken for current ones."""
 PAGE_LIMIT = 16 << 20
 """Bytes of one engine's page; vLLM's is 52 KB, with many adapters a few hundred."""
-YIELD_EVERY = 256 << 10
-"""Bytes that are joined in one turn of the loop."""
 
 _HEADERS = ((b"Accept", b"text/plain;version=0.0.4"), (b"Accept-Encoding", b"identity"))
 
@@ -80,17 +78,9 @@ class Scraper:
         await asyncio.shield(self._round)
 
     async def merged(self, fmt: exposition.Format) -> list[bytes]:
-        """The families of all engines in pieces, made in turns short enough for a loop that relays streams."""
+        """The families of all engines in pieces."""
         pages = [self._readers[engine].page for engine in self._fleet if self._usable(self._readers.get(engine))]
-        parts: list[bytes] = []
-        size = 0
-        for part in exposition.merge(pages, fmt):
-            parts.append(part)
-            size += len(part)
-            if size > YIELD_EVERY:
-                size = 0
-                await asyncio.sleep(0)
-        return parts
+        return [part async for part in turns.paced(exposition.merge(pages, fmt)) if part]
 
     async def stop(self) -> None:
         """End what still runs."""
@@ -151,7 +141,7 @@ class Scraper:
         async with self._parsing:
             body = _plain(answer)
             if answer.status == 200 and body is not None:
-                reader.page = reader.reader.read(body)
+                reader.page = await turns.finish(reader.reader.steps(body))
                 reader.read_at = came
                 reader.meter.feed(reader.page, came)
             await asyncio.sleep(0)

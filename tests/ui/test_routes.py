@@ -75,3 +75,15 @@ async def test_the_engines_families_carry_their_ids(demo):
         if sample.name.startswith("vllm:")
     }
     assert engines == set(demo.app.fleet.engines)
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text"])
+async def test_the_metrics_page_tells_its_length_and_has_no_body_for_head(demo, accept):
+    async with demo.session.get(demo.url + "/metrics", headers={"Accept": accept}) as answer:
+        body = await answer.read()
+        assert int(answer.headers["Content-Length"]) == len(body) > 10_000
+    async with demo.session.head(demo.url + "/metrics", headers={"Accept": accept}) as answer:
+        assert answer.status == 200
+        assert int(answer.headers["Content-Length"]) > 10_000
+        assert await answer.read() == b""
+    assert (await demo.get("/health"))[0] == 200

@@ -11,7 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from proxy.observe.exposition import Format, PageReader, escape, merge, negotiate
+from proxy.observe.exposition import LINES_A_STEP, Format, PageReader, escape, merge, negotiate
 
 RECORDED = Path(__file__).parent / "pages_recorded" / "vllm-0.33.prom"
 LABEL_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=12)
@@ -264,5 +264,24 @@ def test_the_format_is_what_the_scraper_likes_best(accept, expected):
 def test_a_fleet_of_64_is_merged_in_pieces():
     pages = [read_page(vllm_page(number), f"e{number}") for number in range(64)]
     pieces = list(merge(pages, Format.TEXT))
-    assert len(pieces) == len(pages[0])
-    assert all(piece.count(b"# TYPE") == 1 for piece in pieces)
+    assert pieces.count(b"") == 64, "a pause is possible after each engine"
+    families = [piece for piece in pieces if piece]
+    assert len(families) == len(pages[0])
+    assert all(piece.count(b"# TYPE") == 1 for piece in families)
+
+
+def test_a_page_is_read_in_steps_of_a_few_lines():
+    body = RECORDED.read_bytes()
+    lines = body.count(b"\n") + 1
+    steps = PageReader("e").steps(body)
+    pauses = 0
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            page = end.value
+            break
+        pauses += 1
+    assert pauses == lines // LINES_A_STEP
+    assert pauses > 2
+    assert page == PageReader("e").read(body)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from prometheus_client.exposition import generate_latest as generate_text
+from prometheus_client.openmetrics.exposition import generate_latest as generate_open
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
@@ -13,7 +15,7 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
 from proxy.observe.control_stats import MAX_CALLS, ControlStats
 from proxy.observe.exposition import Format
-from proxy.observe.metrics import OwnPage
+from proxy.observe.metrics import SAMPLES_A_PIECE, OwnPage
 from proxy.observe.scrape import Scraper
 
 CONTRACT = {
@@ -157,3 +159,16 @@ async def test_refused_calls_are_counted():
     proxy = Proxy()
     proxy.fleet.emit("control_refused", call="pause", status=409, code="conflict", holder=None)
     assert proxy.value("fleetgate_control_refused_total", call="pause", code="conflict") == 1
+
+
+@pytest.mark.parametrize(("fmt", "generate"), [(Format.TEXT, generate_text), (Format.OPENMETRICS, generate_open)])
+async def test_a_large_family_comes_in_pieces_that_are_one(fmt, generate):
+    proxy = Proxy(*((f"e{number}:1", State.READY, "v1") for number in range(64)))
+    pieces = list(proxy.own.render(fmt))
+    for piece in pieces:
+        samples = [line for line in piece.splitlines() if not line.startswith(b"#")]
+        assert len(samples) <= SAMPLES_A_PIECE
+    collector = proxy.own._collectors[0]
+    whole = generate(collector).removesuffix(b"# EOF\n")
+    assert b"".join(pieces).startswith(whole)
+    assert whole.count(b"fleetgate_fanout_failures_total{") == 64 * 7
