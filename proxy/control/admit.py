@@ -192,6 +192,9 @@ class Admission:
                 self._settle(engine)
             else:
                 self.admit(engine, verdict.reason)
+        elif engine.state is State.READY:
+            # What let it in once may be long past: why it is in now.
+            engine.reason = verdict.reason
 
     def _meet(self, engine: Engine) -> None:
         """A process that nobody here has seen before: its label is all there is to go by.

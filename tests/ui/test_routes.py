@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import aiohttp
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
@@ -87,3 +89,20 @@ async def test_the_metrics_page_tells_its_length_and_has_no_body_for_head(demo, 
         assert int(answer.headers["Content-Length"]) > 10_000
         assert await answer.read() == b""
     assert (await demo.get("/health"))[0] == 200
+
+
+async def test_the_reason_of_a_ready_engine_is_todays(demo):
+    async def reasons():
+        _, text, _ = await demo.get("/fleet")
+        return {(engine["state"], engine["reason"]) for engine in json.loads(text)["engines"]}
+
+    assert await reasons() == {("ready", "no weight update was ever seen")}
+    await demo.join()
+    await demo.end(await demo.begin(), "step-1")
+    assert await reasons() == {("ready", "holds the fleet's weights 'step-1'")}
+    engine = next(iter(demo.app.fleet)).id
+    for action in ("fence", "admit"):
+        assert (await demo.post(f"/fleet/engines/{engine}/{action}"))[0] == 200
+    assert ("ready", "admitted by hand") in await reasons()
+    await demo.end(await demo.begin(), "step-2")
+    assert await reasons() == {("ready", "holds the fleet's weights 'step-2'")}
