@@ -93,8 +93,8 @@ async def throughput(stage: Stage, save: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     proxy = await stage.proxy("proxy", stage.urls)
     await warm(stage)
-    for concurrency in stage.options.in_flight:
-        for stream in stage.options.forms:
+    for concurrency in stage.options.turns:
+        for stream in stage.options.turn_forms:
             for route in (None, proxy, proxy, None) * stage.options.rounds:
                 row = await cell(stage, route, concurrency, stream=stream, seed=7)
                 found.append(row)

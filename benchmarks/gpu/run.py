@@ -236,8 +236,11 @@ async def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("/tmp/gpu/work"))
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--sync-load", type=int, default=512)
-    parser.add_argument("--in-flight", type=int, nargs="*", help="rollouts in flight of a and p; 512 and 2,048")
-    parser.add_argument("--forms", nargs="*", choices=["streamed", "whole"], default=["streamed", "whole"])
+    both = ["streamed", "whole"]
+    parser.add_argument("--in-flight", type=int, nargs="*", help="rollouts in flight of p; 512 and 2,048")
+    parser.add_argument("--forms", nargs="*", choices=both, default=both, help="of p")
+    parser.add_argument("--turns", type=int, nargs="*", help="rollouts in flight of a; those of p")
+    parser.add_argument("--turn-forms", nargs="*", choices=both, default=both, help="of a")
     parser.add_argument("--rounds", type=int, default=1, help="of a: straight, proxy, proxy, straight")
     parser.add_argument("--modes", nargs="*", default=["keep", "abort", "wait"], help="of b")
     args = parser.parse_args()
@@ -248,7 +251,9 @@ async def main() -> int:
     options.work, options.clients = args.work.absolute(), args.clients
     options.phases, options.rounds = args.phases if args.gpus > 1 else args.phases.replace("n", ""), args.rounds
     options.in_flight = tuple(args.in_flight or ([64, 128] if args.sim else [512, 2048]))
+    options.turns = tuple(args.turns or options.in_flight)
     options.forms = tuple(each == "streamed" for each in args.forms)
+    options.turn_forms = tuple(each == "streamed" for each in args.turn_forms)
     # No limit of connections: counters and control calls must never wait for one another.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:

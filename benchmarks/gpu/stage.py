@@ -49,9 +49,12 @@ class Options:
     sim_rate: float = 40.0
     clients: int = 8
     in_flight: tuple[int, ...] = (512, 2048)
-    """Rollouts in flight of the throughput phases."""
+    """Rollouts in flight where both routes are measured at once."""
     forms: tuple[bool, ...] = (True, False)
     """Whether they are streamed."""
+    turns: tuple[int, ...] = (512, 2048)
+    """Rollouts in flight where the routes come in turn."""
+    turn_forms: tuple[bool, ...] = (True, False)
     rounds: int = 1
     """How often the routes come in turn."""
     phases: str = ""
