@@ -246,7 +246,7 @@ class Updates:
         unlabelled: list[Leg] = []
         if wanted is not None:
             todo = engines if label is None else await self._not_showing(engines, wanted)
-            labelled = await self._label_same(todo, wanted, looked=label is None)
+            labelled = await self._label_same([pair for pair in boots if pair[0] in todo], wanted, looked=label is None)
             unlabelled = [leg for leg in labelled if not leg.ok and leg.outcome is not Outcome.MISSING]
             if any(leg.outcome is Outcome.MISSING for leg in labelled) and label is None:
                 wanted = None  # servers that know no labels: the number of the update has to do
@@ -279,26 +279,32 @@ class Updates:
             names = ", ".join(engine.id for engine, ok in zip(engines, same, strict=True) if not ok)
             raise Conflict(f"{call}: {names} restarted; {self._groups.advice()}. No engine was called")
 
-    async def _label_same(self, engines: Sequence[Engine], label: str, *, looked: bool) -> list[Leg]:
+    async def _label_same(self, boots: Sequence[tuple[Engine, int]], label: str, *, looked: bool) -> list[Leg]:
         """Label engines, but no process that replaced the one with the weights: it would speak for weights it lacks.
 
         Args:
-            engines: that took the update.
+            boots: engines that took the update, with the boot that they took it with: a replaced process may have been
+                noticed already, and then is "the same" as far as it is known.
             label: theirs now.
             looked: `_before_label` was asked before the weights were final. Otherwise only processes that have been
                 known for longer are labelled.
         """
+        engines = [engine for engine, _ in boots]
         same = [True] * len(engines)
         if not looked:
             same = await asyncio.gather(*(self._prober.is_same(engine) for engine in engines))
-        ready = [engine for engine, ok in zip(engines, same, strict=True) if ok]
-        legs = dict(zip(ready, await asyncio.gather(*(self._label_one(e, label) for e in ready)), strict=True))
-        still = await asyncio.gather(*(self._prober.is_same(engine) for engine in ready))
-        for engine, ok in zip(ready, still, strict=True):
-            if not ok and legs[engine].ok:
-                # Taken back, so that it deceives nobody after a restart of the proxy.
-                await self._label_one(engine, DEFAULT)
-                del legs[engine]
+        ready = [(engine, boot) for (engine, boot), ok in zip(boots, same, strict=True) if ok and engine.boot == boot]
+        tries = await asyncio.gather(*(self._label_one(engine, label, boot) for engine, boot in ready))
+        legs = {engine: leg for (engine, _), leg in zip(ready, tries, strict=True)}
+        still = await asyncio.gather(*(self._prober.is_same(engine) for engine, _ in ready))
+        for (engine, boot), ok in zip(ready, still, strict=True):
+            if ok and engine.boot == boot:
+                continue
+            # Taken back, so that it deceives nobody after a restart of the proxy. An answer that was lost may have been
+            # to a try that worked.
+            if legs[engine].ok or legs[engine].outcome in UNCERTAIN:
+                await self._label_one(engine, DEFAULT, engine.boot)
+            del legs[engine]
         replaced = "its process was replaced meanwhile"
         return [legs.get(engine) or Leg(engine.id, Outcome.DIED, detail=replaced) for engine in engines]
 
@@ -309,13 +315,13 @@ class Updates:
         shown = [data.get("weight_version") if isinstance(data := leg.json(), dict) else None for leg in legs]
         return [engine for engine, version in zip(engines, shown, strict=True) if version != label]
 
-    async def _label_one(self, engine: Engine, label: str) -> Leg:
+    async def _label_one(self, engine: Engine, label: str, boot: int) -> Leg:
         body = orjson.dumps({"new_version": label})
         call = CALLS["/update_weight_version"]
         shot = Shot(call, "POST", call.path, JSON_HEADERS, body, self._settings.control_timeout)
         leg = await fire(engine, shot)
         for _ in range(LABEL_TRIES - 1):
-            if leg.ok or leg.outcome is Outcome.MISSING or not engine.alive:
+            if leg.ok or leg.outcome is Outcome.MISSING or not engine.alive or engine.boot != boot:
                 break
             leg = await fire(engine, shot)
         return leg

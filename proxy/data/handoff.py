@@ -67,8 +67,12 @@ class WebSide:
         except web.HTTPException as error:
             response = error
         if handed is not None:
-            await response.prepare(request)
-            await response.write_eof()
+            try:
+                await response.prepare(request)
+                await response.write_eof()
+            except ConnectionError:
+                # The client went away while it was answered; aiohttp would take that for a fault of the handler.
+                return response
             handed.answered()
         return response
 

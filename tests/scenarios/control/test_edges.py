@@ -246,6 +246,23 @@ async def test_a_process_that_was_replaced_between_finish_and_label_gets_none():
         await fleet.until(lambda: fleet.states() == ["ready", "fenced"])
 
 
+async def test_a_process_that_was_replaced_while_its_label_hung_keeps_none():
+    async with rig(2, control_timeout=2) as fleet:
+        await fleet.sync("w1", "v1")
+        await fleet.call("/start_weight_update")
+        await fleet.call("/update_weights", json=UPDATE)
+        fleet.engines[1].fail("/update_weight_version", "hang", times=1)
+        finish = asyncio.ensure_future(fleet.call("/finish_weight_update", status=424))
+        await fleet.until(lambda: fleet.seen("/update_weight_version") == [1, 1])
+        boot = fleet.engine(1).boot
+        await fleet.engines[1].restart()
+        data = await finish
+        assert fleet.engine(1).boot == boot + 1
+        assert "replaced" in data["message"]
+        assert [mock.version for mock in fleet.engines] == ["u1", "default"]
+        assert fleet.states() == ["ready", "fenced"]
+
+
 async def test_a_label_does_not_end_a_tie_or_reach_other_weights():
     async with rig(engines=[MockEngine(version="v1"), MockEngine(version="v2")]) as fleet:
         data = await fleet.call("/update_weight_version", json={"new_version": "v3"}, status=409)
