@@ -14,7 +14,7 @@ import aiohttp
 
 from engine_launcher.errors import LauncherError
 from engine_launcher.fleet import write_urls
-from proxy.config import parse_engine_url
+from proxy.core.addresses import parse_engine_url
 from proxy.fleet.engine import engine_id
 
 _log = logging.getLogger("fleetgate.launcher")

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from proxy import extras
+from proxy.core.addresses import is_loopback, parse_engine_url, parse_engines_dns
 
 ENV_PREFIX = "FLEETGATE_"
 LAUNCHER_VARIABLES = frozenset({"FLEETGATE_VLLM", "FLEETGATE_TRANSFER_TIMEOUT", "FLEETGATE_REQUIRE_VLLM"})
@@ -118,32 +118,6 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(_comma_list)]
 FanoutPaths = Annotated[list[FanoutPath], NoDecode, BeforeValidator(_fanout_list)]
 
 
-def parse_engine_url(url: str) -> str:
-    """The canonical form of an engine's base URL.
-
-    Raises:
-        ValueError: not ``http(s)://host[:port][/prefix]``.
-    """
-    parts = urlsplit(url if "://" in url else f"//{url}")
-    example = "give a base URL such as http://127.0.0.1:8001"
-    if parts.scheme not in {"http", "https"}:
-        raise ValueError(f"engine {url!r} has no http:// or https:// scheme; {example}")
-    try:
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"engine {url!r} has no valid port ({error}); {example}") from None
-    if not parts.hostname or any(ch.isspace() for ch in url):
-        raise ValueError(f"engine {url!r} has no valid host; {example}")
-    if parts.query or parts.fragment or parts.username is not None:
-        raise ValueError(f"engine {url!r} must not carry a query, a fragment or credentials; {example}")
-    port = port if port is not None else (443 if parts.scheme == "https" else 80)
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    path = parts.path.rstrip("/")
-    if path.endswith("/v1"):
-        raise ValueError(f"engine {url!r} ends with /v1; give the server's root, {url[: url.rfind('/v1')]!r}")
-    return f"{parts.scheme}://{host}:{port}{path}"
-
-
 class Settings(BaseSettings):
     """All settings of the proxy."""
 
@@ -152,7 +126,10 @@ class Settings(BaseSettings):
     # Engines
     engine: Urls = Field([], description="Base URL of an engine; may be given several times.")
     engines_file: Path | None = Field(None, description="File with one engine URL a line; watched for changes.")
-    engines_dns: str | None = Field(None, description="NAME:PORT whose addresses are the engines; re-resolved.")
+    engines_dns: str | None = Field(
+        None,
+        description="NAME:PORT whose addresses are the engines, or _http._tcp.NAME (srv:NAME) with SRV records.",
+    )
     engines_dns_interval: float = Field(5.0, gt=0, description="Seconds between two resolutions of --engines-dns.")
     engine_api_key: SecretStr | None = Field(None, description="Sent to engines as a bearer token where none came.")
     engine_ca: Path | None = Field(None, description="PEM file with the CA that signs the engines' certificates.")
@@ -312,9 +289,7 @@ class Settings(BaseSettings):
     @classmethod
     def _dns(cls, value: str | None) -> str | None:
         if value is not None:
-            name, _, port = value.rpartition(":")
-            if not name or not port.isdigit():
-                raise ValueError(f"{value!r} must be NAME:PORT, such as engines.rl.svc:8000")
+            parse_engines_dns(value)
         return value
 
     @field_validator("trusted_proxies", mode="after")
@@ -412,16 +387,6 @@ def _explain(item: Any) -> str:
     name = "_".join(str(part) for part in item["loc"][:1]) or "settings"
     message = str(item["msg"]).removeprefix("Value error, ")
     return f"{name.replace('_', '-')}: {message}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def check_safety(settings: Settings) -> None:

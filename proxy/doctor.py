@@ -23,7 +23,8 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from proxy.config import ConfigError, Settings, load, parse_engine_url
+from proxy.config import ConfigError, Settings, load
+from proxy.core.addresses import parse_engine_url
 from proxy.core.identity import start_time
 from proxy.data.upstream import Answer, FetchError, Upstream
 from proxy.status import plain

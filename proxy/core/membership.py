@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from proxy.config import parse_engine_url
+from proxy.core.addresses import parse_engine_url
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class Upstream:
     """The connections to one engine.
 
     Args:
-        url: canonical base URL (`proxy.config.parse_engine_url`).
+        url: canonical base URL (`proxy.core.addresses.parse_engine_url`).
         idle_limit: seconds that an idle connection may be reused for; vLLM closes its own after 5.
         connect_timeout: seconds.
         header_limit: bytes of an answer's head.

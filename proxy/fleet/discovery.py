@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from proxy.config import Settings
 from proxy.core.membership import difference, read_list
+from proxy.fleet.dns import dns_source
 from proxy.fleet.engine import engine_id
 from proxy.fleet.members import Members
 from proxy.fleet.ramps import Ramps
@@ -68,7 +68,7 @@ class Discovery:
             watched = FileList(settings.engines_file)
             self._sources.append(Source(str(settings.engines_file), watched.look, FILE_INTERVAL))
         if settings.engines_dns is not None:
-            names = DnsList(settings.engines_dns)
+            names = dns_source(settings.engines_dns)
             self._sources.append(Source(settings.engines_dns, names.look, settings.engines_dns_interval))
 
     async def start(self) -> None:
@@ -138,27 +138,3 @@ class FileList:
         urls = read_list(self._path.read_text(encoding="utf-8"))
         self._stamp = stamp
         return urls
-
-
-class DnsList:
-    """The addresses behind a name, such as a Kubernetes headless service; sorted, so that ranks are stable."""
-
-    def __init__(self, name: str) -> None:
-        self._host, _, port = name.rpartition(":")
-        self._port = int(port)
-
-    async def look(self) -> list[str] | None:
-        """One URL an address.
-
-        Raises:
-            OSError: the name could not be resolved.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        except socket.gaierror as error:
-            if error.errno == socket.EAI_NONAME:
-                return []
-            raise
-        addresses = sorted({str(item[4][0]) for item in found})
-        return [f"http://[{item}]:{self._port}" if ":" in item else f"http://{item}:{self._port}" for item in addresses]

@@ -11,7 +11,8 @@ import ssl
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from proxy.config import Settings, parse_engine_url
+from proxy.config import Settings
+from proxy.core.addresses import parse_engine_url
 from proxy.core.engine_state import Event, IllegalMoveError, State
 from proxy.data.upstream import Upstream
 from proxy.errors import BadRequest, Conflict, Forbidden, NotFound

@@ -3,7 +3,8 @@ import os
 import pytest
 
 from proxy.config import Settings
-from proxy.fleet.discovery import EMPTY_LOOKS, Discovery, DnsList, FileList, Source
+from proxy.fleet.discovery import EMPTY_LOOKS, Discovery, FileList, Source
+from proxy.fleet.dns import AddressList
 from proxy.fleet.engine import engine_id
 from proxy.fleet.registry import Fleet
 
@@ -117,5 +118,5 @@ async def test_a_file_is_read_again_only_when_it_changed(tmp_path):
 
 
 async def test_dns_names_one_engine_an_address():
-    assert "http://127.0.0.1:8000" in await DnsList("localhost:8000").look()
-    assert await DnsList("127.0.0.1:9").look() == ["http://127.0.0.1:9"]
+    assert "http://127.0.0.1:8000" in await AddressList("localhost", 8000).look()
+    assert await AddressList("127.0.0.1", 9).look() == ["http://127.0.0.1:9"]
