@@ -141,6 +141,9 @@ class FleetApi:
         """``GET /fleet/events``: a snapshot, then each event as it happens."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
+        if request.method == "HEAD":
+            # A body here would be read as the next answer on the connection.
+            return response
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(EVENT_BACKLOG)
         self._queues.add(queue)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,11 +20,16 @@ def field_lines(exchange: Exchange) -> bytes:
     plane = exchange.plane
     parts: list[bytes] = []
     fields = head.fields if plane.spans is None else plane.spans.fields(exchange)
+    authorized = head.authorization
+    if authorized and plane.control_token is not None:
+        # A trainer that sends its token with everything: it is for the proxy, no engine sees it.
+        fields = [field for field in fields if not _is_token(field, plane.control_token)]
+        authorized = any(name.lower() == b"authorization" for name, _ in fields)
     for name, value in fields:
         parts += (name, b": ", value, b"\r\n")
     if not head.request_id:
         parts += (b"X-Request-Id: ", exchange.id_bytes, b"\r\n")
-    if not head.authorization and plane.engine_authorization:
+    if not authorized and plane.engine_authorization:
         parts.append(plane.engine_authorization)
     peer = exchange.client.peer
     if head.forwarded_for is not None and exchange.client.trusted:
@@ -37,6 +43,14 @@ def field_lines(exchange: Exchange) -> bytes:
     if head.websocket:
         parts.append(b"Connection: Upgrade\r\nUpgrade: websocket\r\n")
     return b"".join(parts)
+
+
+def _is_token(field: tuple[bytes, bytes], token: bytes) -> bool:
+    """Whether a field is the control token as a credential."""
+    name, value = field
+    if name.lower() != b"authorization" or value[:7].lower() != b"bearer ":
+        return False
+    return hmac.compare_digest(value[7:].strip(), token)
 
 
 def request_head(exchange: Exchange, upstream: Upstream) -> bytes:

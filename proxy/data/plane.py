@@ -167,6 +167,8 @@ class DataPlane:
         self.engine_authorization = (
             b"Authorization: Bearer " + key.get_secret_value().encode("latin-1") + b"\r\n" if key else b""
         )
+        token = settings.control_token
+        self.control_token = token.get_secret_value().encode() if token is not None else None
         self.scheme = b"https" if settings.tls_cert else b"http"
         # A pseudonym of this very process (RFC 9110 section 7.6.3) tells a loop from a chain of proxies.
         self.name = b"fleetgate-" + os.urandom(4).hex().encode("ascii")
