@@ -84,7 +84,7 @@ class Aborts:
             exact = False
             for request_id in candidates(name):
                 for request in self._tracker.find(request_id):
-                    known = engine_ids(request.route, request_id)
+                    known = engine_ids(request.route, request_id, request.prompts)
                     if name != request_id and name not in known:
                         continue
                     exact = True

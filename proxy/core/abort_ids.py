@@ -5,21 +5,43 @@ Source: ``_base_request_id`` and its callers in vllm/entrypoints (0.33). ``/abor
 
 from __future__ import annotations
 
-_FORMS: dict[str, tuple[str, ...]] = {
-    "/v1/completions": ("cmpl-{}-0",),
-    "/v1/chat/completions": ("chatcmpl-{}",),
-    "/v1/chat/completions/batch": ("chatcmpl-{}",),
-    "/v1/messages": ("chatcmpl-{}",),
-    "/v1/responses": ("resp_{}",),
-    "/inference/v1/generate": ("generate-tokens-{}",),
+import orjson
+
+_COMPLETIONS = "/v1/completions"
+_FORMS = {
+    "/v1/chat/completions": "chatcmpl-{}",
+    "/v1/chat/completions/batch": "chatcmpl-{}",
+    "/v1/messages": "chatcmpl-{}",
+    "/v1/responses": "resp_{}",
+    "/inference/v1/generate": "generate-tokens-{}",
 }
 _PREFIXES = ("chatcmpl-", "cmpl-", "generate-tokens-", "resp_")
 
 
-def engine_ids(route: str, request_id: str) -> list[str]:
-    """The engine's names for a request on a route; the id itself where the route is not known."""
-    forms = _FORMS.get(route.rstrip("/"), ("{}",))
-    return [form.format(request_id) for form in forms]
+def engine_ids(route: str, request_id: str, prompts: int = 1) -> list[str]:
+    """The engine's names for a request on a route; the id itself where the route is not known.
+
+    Args:
+        route: path.
+        request_id: ``X-Request-Id``.
+        prompts: of a completion: each has a name of its own.
+    """
+    route = route.rstrip("/")
+    if route == _COMPLETIONS:
+        return [f"cmpl-{request_id}-{index}" for index in range(prompts)]
+    return [_FORMS.get(route, "{}").format(request_id)]
+
+
+def count_prompts(body: bytes) -> int:
+    """Prompts of a completion: a list of texts or of token lists holds several. 1 where it cannot be told."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return 1
+    prompt = data.get("prompt") if isinstance(data, dict) else None
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        return len(prompt)
+    return 1
 
 
 def candidates(name: str) -> list[str]:

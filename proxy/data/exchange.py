@@ -19,6 +19,7 @@ from enum import IntEnum, auto
 from typing import TYPE_CHECKING
 
 from proxy.core import routes
+from proxy.core.abort_ids import count_prompts
 from proxy.core.bodies import wants_stream
 from proxy.core.failures import Failure, Kind
 from proxy.core.framing import RequestHead
@@ -151,6 +152,11 @@ class Exchange:
     def route(self) -> str:
         """The path."""
         return self.head.path.decode("latin-1")
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a completion, each with a name of its own at the engine; 1 once its answer began."""
+        return count_prompts(b"".join(self.body))
 
     @property
     def engine(self) -> Engine | None:

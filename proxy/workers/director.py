@@ -74,6 +74,7 @@ class RemoteRequest:
     def __init__(self, worker: Worker, told: Message, engine: Engine | None) -> None:
         self.request_id: str = told["id"]
         self.route: str = told["route"]
+        self.prompts: int = told["prompts"]
         self.engine = engine
         self._worker = worker
         self._order: int = told["order"]

@@ -211,6 +211,7 @@ class WorkerProcess:
             {
                 "id": request.request_id,
                 "route": request.route,
+                "prompts": request.prompts,
                 "engine": request.engine.id if request.engine is not None else None,
                 "order": request.order,
             }

@@ -31,6 +31,7 @@ class FakeRequest:
     request_id: str
     route: str
     engine: Engine | None
+    prompts: int = 1
     aborted: bool = False
 
     def abort(self) -> None:

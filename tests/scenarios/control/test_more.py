@@ -103,6 +103,15 @@ async def test_ids_go_to_whom_they_run_at_in_the_engines_own_form():
         }
 
 
+async def test_a_completion_of_many_prompts_is_aborted_whole():
+    async with rig(1) as fleet:
+        fleet.data.tracker.requests = [FakeRequest("r1", "/v1/completions", fleet.engine(0), prompts=2)]
+        assert (await fleet.call("/abort_requests", json={"request_ids": ["r1"]}))["aborted"] == 1
+        await fleet.call("/abort_requests", json={"request_ids": ["cmpl-r1-1"]})
+        sent = [call.json()["request_ids"] for call in fleet.engines[0].calls("/abort_requests")]
+        assert sent == [["cmpl-r1-0", "cmpl-r1-1"], ["cmpl-r1-1"]]
+
+
 async def test_an_abort_without_a_body_is_refused_as_vllm_does():
     async with rig(2) as fleet:
         await fleet.call("/abort_requests", status=400)

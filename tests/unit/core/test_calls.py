@@ -1,7 +1,7 @@
 import pytest
 
 from proxy.config import Settings
-from proxy.core.abort_ids import candidates, engine_ids
+from proxy.core.abort_ids import candidates, count_prompts, engine_ids
 from proxy.core.calls import CALLS, FREE, ONCE, Kind, custom
 
 
@@ -54,3 +54,21 @@ def test_custom_paths(path, field, method, kind):
 def test_engine_names_and_back(route, name):
     assert engine_ids(route, "r-1") == [name]
     assert "r-1" in candidates(name)
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        (b'{"prompt": "a"}', 1),
+        (b'{"prompt": [1, 2, 3]}', 1),
+        (b'{"prompt": ["a", "b"]}', 2),
+        (b'{"prompt": [[1], [2], [3]]}', 3),
+        (b'{"prompt": []}', 1),
+        (b"[]", 1),
+        (b'{"prompt": ["a", ', 1),
+        (b"", 1),
+    ],
+)
+def test_each_prompt_of_a_completion_has_a_name(body, count):
+    assert count_prompts(body) == count
+    assert engine_ids("/v1/completions", "r", count) == [f"cmpl-r-{index}" for index in range(count)]
