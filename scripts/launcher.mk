@@ -12,10 +12,13 @@ ifeq ($(RESTART_ENGINE),vllm)
 RESTART_NEEDS := engine model
 endif
 
-.PHONY: show-restart ray ray-test
+.PHONY: show-restart rolling-restart ray ray-test
 
 show-restart: $(VENV)/.stamp $(RESTART_NEEDS) ## kill -9 of an engine and a rolling restart under load, with the time line
 	$(BIN)/python -m tests.scenarios.launcher.restart --kind $(RESTART_ENGINE) $(RESTART_ARGS)
+
+rolling-restart: $(VENV)/.stamp $(RESTART_NEEDS) ## every engine restarted in turn under load, no client sees it; with the time line
+	$(BIN)/python -m tests.scenarios.launcher.restart --kind $(RESTART_ENGINE) --story rolling --story rolling-sync
 
 .ray/.stamp: pyproject.toml requirements/dev.lock scripts/launcher.mk
 	test -x $(RAY_BIN)/python || $(PYTHON) -m venv .ray

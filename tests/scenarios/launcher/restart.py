@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import signal
 import tempfile
 import time
@@ -16,6 +17,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from examples.demo.settings import DemoFailed
+from proxy.tasks import spawn
 from tests.scenarios.launcher.stage import Stage, stage
 
 
@@ -49,6 +52,8 @@ class Size:
     start: float
 
 
+SYNC_EVERY = 1.5
+"""Seconds between two syncs of a trainer that goes on through a rolling restart."""
 SIZES = {"sim": Size(24, (30, 120), 60.0), "vllm": Size(12, (40, 160), 900.0)}
 
 
@@ -128,23 +133,33 @@ async def judge_kill(show: Stage, report: Report, victim: str, at: float, admitt
     assert "default" not in show.versions()
 
 
-async def rolled(kind: str, directory: Path) -> Report:
-    """Restart every engine in turn under load: drained, restarted from the checkpoint, admitted by checksum."""
+async def rolled(kind: str, directory: Path, *, restored: bool) -> Report:
+    """Restart every engine in turn under load: drained, restarted, admitted by its checkpoint or by the next sync."""
     size = SIZES[kind]
-    report = Report(f"rolling restart of three {kind} engines under load")
+    way = "a checkpoint" if restored else "the next sync of a trainer that goes on"
+    report = Report(f"rolling restart of three {kind} engines under load, each back by {way}")
     async with stage(kind, directory, seconds=size.start) as show:
         await show.sync("step-1")
-        await show.save("step-1")
+        if restored:
+            await show.save("step-1")
         before = {each: await started_at(show, each) for each in show.urls}
         async with show.load(size.workers, size.lengths):
             await until(lambda: len(show.done) > size.workers, 60)
+            trainer = None if restored else spawn(trains(show, report), name="trainer")
             at = time.monotonic()
             show.launcher.send_signal(signal.SIGUSR1)
             report.lines.append(Line(0.0, "SIGUSR1 to the launcher"))
             whole = await show.said("every engine was restarted", 3 * size.start)
             report.lines.append(Line(whole - at, "the launcher: every engine was restarted"))
+            if trainer is not None:
+                trainer.cancel()
+                await asyncio.wait([trainer])
+                assert trainer.cancelled(), trainer.exception()
             marked = len(show.done)
             await until(lambda: len(show.done) >= marked + size.workers, 60)
+        for line in report.lines:
+            # What the trainer did, on the clock of the signal.
+            line.seconds -= at if line.seconds > at else 0.0
         for move in show.moves:
             if move.when > at:
                 index = show.ids().index(move.engine)
@@ -161,11 +176,26 @@ async def rolled(kind: str, directory: Path) -> Report:
         }
         assert not errors, errors
         assert not wrong
-        assert show.versions() == {"step-1"}
-        assert most_out(show, at, whole) == 1
+        assert "default" not in show.versions()
+        if restored:
+            assert show.versions() == {"step-1"}
+            assert most_out(show, at, whole) == 1
         for url, was in before.items():
             assert await started_at(show, url) > was, url
     return report
+
+
+async def trains(show: Stage, report: Report) -> None:
+    """A sync every few seconds; one that fails is given up and followed by the next, as trainers do."""
+    for step in itertools.count(2):
+        await asyncio.sleep(SYNC_EVERY)
+        try:
+            await show.sync(f"step-{step}")
+        except DemoFailed as failed:
+            report.lines.append(Line(time.monotonic(), f"the trainer: step-{step} failed: {failed}"))
+            await show.control.call(None, "/resume")
+        else:
+            report.lines.append(Line(time.monotonic(), f"the trainer: step-{step} is in"))
 
 
 def done_by(show: Stage, engine: str) -> list:
@@ -200,7 +230,8 @@ async def until(condition: Callable[[], bool], seconds: float) -> None:
 STORIES: dict[str, Callable[[str, Path], Awaitable[Report]]] = {
     "sync": lambda kind, directory: killed(kind, directory, restored=False),
     "restore": lambda kind, directory: killed(kind, directory, restored=True),
-    "rolling": rolled,
+    "rolling": lambda kind, directory: rolled(kind, directory, restored=True),
+    "rolling-sync": lambda kind, directory: rolled(kind, directory, restored=False),
 }
 
 
