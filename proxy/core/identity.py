@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from proxy.core.admission import DEFAULT
 
-START_TIME_SLACK = 0.5
-"""Seconds by which two readings of one process's start time may differ (it is printed rounded)."""
+START_TIME_SLACK = 0.02
+"""Seconds by which two readings of one process's start time may differ: two ticks of the kernel's clock, in which it is
+counted. prometheus_client reads it once per process; a small engine may be replaced twice within half a second."""
 
 _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+-]+)", re.MULTILINE)
 

@@ -22,8 +22,9 @@ def test_start_times(page, want):
     ("before", "now", "refused", "broken", "want"),
     [
         (Look("v1", start_time=1.0), Look("v1", start_time=1.0), True, True, None),
-        (Look("v1", start_time=1.0), Look("v1", start_time=1.3), False, False, None),
+        (Look("v1", start_time=1.0), Look("v1", start_time=1.01), False, False, None),
         (Look("v1", start_time=1.0), Look("v1", start_time=9.0), False, False, "start time"),
+        (Look("v1", start_time=1764.0), Look("v1", start_time=1764.1), False, False, "start time"),
         (Look("v1", start_time=1.0), Look("default", start_time=1.0), True, True, None),
         (Look("v1"), Look("default"), False, False, "back to 'default'"),
         (Look("v1", start_time=1.0), Look("default"), False, False, "back to 'default'"),
