@@ -97,7 +97,8 @@ class SimTrainer:
     def _tell(self, message: dict[str, Any]) -> None:
         line = orjson.dumps(message) + b"\n"
         for writer in set(self._members.values()):
-            writer.write(line)
+            if not writer.is_closing():
+                writer.write(line)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ranks: list[int] = []
