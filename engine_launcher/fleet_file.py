@@ -27,7 +27,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from engine_launcher.errors import UsageError
 from engine_launcher.settings import Backend, EngineSpec, FleetSpec, Kind
-from proxy.config import Settings, nearest
+from proxy.config import Settings
+from proxy.sources import nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -16,7 +16,8 @@ import click
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from proxy.config import ConfigError, Settings, load
+from proxy.config import Settings
+from proxy.sources import ConfigError, load
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2

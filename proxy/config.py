@@ -1,33 +1,21 @@
 """Settings of the proxy: a flag, an environment variable and a YAML key for each.
 
-Flag beats environment beats file. A key that does not exist is an error that names the nearest one that does. Units
-are in the description; every limit says why it is there.
+Where they come from is `proxy.sources`. Units are in the description; every limit says why it is there.
 """
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
-import os
-from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from proxy import extras
-from proxy.core.addresses import is_loopback, parse_engine_url, parse_engines_dns
+from proxy.core.addresses import parse_engine_url, parse_engines_dns
 
 ENV_PREFIX = "FLEETGATE_"
-LAUNCHER_VARIABLES = frozenset({"FLEETGATE_VLLM", "FLEETGATE_TRANSFER_TIMEOUT", "FLEETGATE_REQUIRE_VLLM"})
-"""Variables of the launcher and the tests, which share the prefix and are none of the proxy's business."""
-
-
-class ConfigError(Exception):
-    """The configuration is wrong; the message says what and what would be right."""
 
 
 class LogFormat(StrEnum):
@@ -308,100 +296,5 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment; the file is laid under both by `load`."""
+        """Flags, then the environment; the file is laid under both by `proxy.sources.load`."""
         return (init_settings, env_settings)
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """A hint that names the known key most like ``name``, or nothing."""
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]}?" if match else ""
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must be a mapping of settings, such as 'port: 8000'")
-    known = list(Settings.model_fields)
-    out: dict[str, Any] = {}
-    for key, value in data.items():
-        name = str(key).replace("-", "_")
-        if name not in Settings.model_fields:
-            raise ConfigError(f"{path}: unknown key {key!r}{nearest(name, known)}")
-        out[name] = value
-    return out
-
-
-def _check_env(environ: Mapping[str, str]) -> set[str]:
-    known = {ENV_PREFIX + name.upper(): name for name in Settings.model_fields}
-    known[ENV_PREFIX + "CONFIG"] = "config"
-    given: set[str] = set()
-    for variable in environ:
-        # Kubernetes sets NAME_SERVICE_HOST and the like for a service called fleetgate.
-        if not variable.upper().startswith(ENV_PREFIX) or variable.startswith(
-            (f"{ENV_PREFIX}SERVICE_", f"{ENV_PREFIX}PORT_")
-        ):
-            continue
-        if variable.upper() in LAUNCHER_VARIABLES:
-            continue
-        if variable.upper() not in known:
-            raise ConfigError(f"unknown environment variable {variable}{nearest(variable.upper(), list(known))}")
-        given.add(known[variable.upper()])
-    return given
-
-
-def load(flags: Mapping[str, Any], config: Path | None = None) -> Settings:
-    """Settings from flags, the environment and a file, in this order of strength.
-
-    Args:
-        flags: settings that were given on the command line, by field name.
-        config: a YAML file; default ``FLEETGATE_CONFIG``.
-
-    Raises:
-        ConfigError: an unknown key, a wrong value or an unsafe combination.
-    """
-    from_env = _check_env(os.environ)
-    if config is None and os.environ.get(ENV_PREFIX + "CONFIG"):
-        config = Path(os.environ[ENV_PREFIX + "CONFIG"])
-    merged = _read_file(config) if config is not None else {}
-    merged = {key: value for key, value in merged.items() if key not in from_env}
-    merged.update(flags)
-    try:
-        settings = Settings(**merged)
-    except ValidationError as error:
-        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
-    check_safety(settings)
-    return settings
-
-
-def _explain(item: Any) -> str:
-    name = "_".join(str(part) for part in item["loc"][:1]) or "settings"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    return f"{name.replace('_', '-')}: {message}"
-
-
-def check_safety(settings: Settings) -> None:
-    """Refuse what would leave the control plane open to the network.
-
-    Raises:
-        ConfigError: control calls could be made from another machine without a credential.
-    """
-    host = settings.host if settings.control_port is None else (settings.control_host or settings.host)
-    if not is_loopback(host) and settings.control_token is None and not settings.insecure_control:
-        raise ConfigError(
-            f"control calls on {host} would be open to everybody: set --control-token, "
-            "keep the listener on 127.0.0.1, or insist with --insecure-control"
-        )
-    if (settings.tls_cert is None) != (settings.tls_key is None):
-        raise ConfigError("--tls-cert and --tls-key go together")
-    if settings.otel and not extras.otel_installed():
-        raise ConfigError(f"--otel needs OpenTelemetry: {extras.OTEL_INSTALL}")

@@ -9,14 +9,15 @@ from click.testing import CliRunner
 
 from engine_launcher.sim.config import SimConfig
 from engine_launcher.sim.server import SimEngine
-from proxy import doctor
+from proxy import doctor, examine
 from proxy.config import Settings
-from proxy.doctor import Examined, Examiner, Finding, Grade, compare, examine_all
+from proxy.doctor import compare, examine_all
+from proxy.examine import Examined, Examiner, Finding, Grade
 
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch):
-    monkeypatch.setattr(doctor, "KEEP_ALIVE_WAIT", 0.3)
+    monkeypatch.setattr(examine, "KEEP_ALIVE_WAIT", 0.3)
 
 
 async def look(settings=None, *, before=None, clock=None, **config):

@@ -15,10 +15,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from proxy import app as proxy_app
 from proxy import extras
-from proxy.config import ConfigError, Settings, check_safety
+from proxy.config import Settings
 from proxy.observe import spans as spans_module
 from proxy.observe import tracing
 from proxy.observe.spans import Spans
+from proxy.sources import ConfigError, check_safety
 from tests.scenarios.control.mock import MockEngine
 from tests.tools.process import proxy_process
 

@@ -11,7 +11,8 @@ import yaml
 
 from engine_launcher.sim.__main__ import _parser as sim_parser
 from proxy.cli import main
-from proxy.config import Settings, load
+from proxy.config import Settings
+from proxy.sources import load
 
 ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"

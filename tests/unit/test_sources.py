@@ -1,0 +1,113 @@
+"""Flags, environment and file: who wins, and what is refused with which words."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from proxy.sources import ConfigError, load
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch):
+    for name in os.environ:
+        if name.startswith("FLEETGATE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "fleetgate.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(file, monkeypatch):
+    config = file("port: 1\nhold-timeout: 2\nmin_engines: 3\n")
+    monkeypatch.setenv("FLEETGATE_HOLD_TIMEOUT", "20")
+    monkeypatch.setenv("FLEETGATE_MIN_ENGINES", "30")
+    settings = load({"min_engines": 300}, config)
+    assert (settings.port, settings.hold_timeout, settings.min_engines) == (1, 20.0, 300)
+
+
+def test_the_environment_may_name_the_file(file, monkeypatch):
+    monkeypatch.setenv("FLEETGATE_CONFIG", str(file("port: 7\n")))
+    assert load({}).port == 7
+
+
+def test_an_empty_file_says_nothing(file):
+    assert load({}, file("# nothing yet\n")).port == 8000
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 1\n", "unknown key 'prot'; did you mean port?"),
+        ("- port\n", "must be a mapping of settings"),
+        ("a: [\n", "is not YAML"),
+        ("port: many\n", "port: Input should be a valid integer"),
+        ("port: 70000\n", "port: Input should be less than or equal to 65535"),
+        ("engine: [http://h:1/v1]\n", "give the server's root"),
+        ("engine: [http://h:1, 'http://h:1/']\n", "is given twice"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_what_would_be_right(file, text, words):
+    with pytest.raises(ConfigError) as error:
+        load({}, file(text))
+    assert words in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read the config file .*absent\.yaml: No such file"):
+        load({}, tmp_path / "absent.yaml")
+
+
+def test_an_unknown_variable_is_told_but_not_those_of_others(monkeypatch):
+    # Kubernetes sets these for a service that is called fleetgate; the launcher and the tests have theirs.
+    for name in ("FLEETGATE_SERVICE_HOST", "FLEETGATE_PORT_8000_TCP", "FLEETGATE_VLLM"):
+        monkeypatch.setenv(name, "x")
+    load({})
+    monkeypatch.setenv("FLEETGATE_ENGINES", "http://h:1")
+    with pytest.raises(
+        ConfigError, match="unknown environment variable FLEETGATE_ENGINES; did you mean FLEETGATE_ENGINE"
+    ):
+        load({})
+
+
+@pytest.mark.parametrize(
+    ("settings", "safe"),
+    [
+        ({}, True),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "::"}, False),
+        ({"host": "fleetgate.example"}, False),
+        ({"host": "0.0.0.0", "control_token": "t"}, True),
+        ({"host": "0.0.0.0", "insecure_control": True}, True),
+        ({"host": "0.0.0.0", "control_port": 9000}, False),
+        ({"host": "0.0.0.0", "control_port": 9000, "control_host": "127.0.0.1"}, True),
+        ({"control_port": 9000, "control_host": "0.0.0.0"}, False),
+        ({"host": "localhost"}, True),
+        ({"host": "::1"}, True),
+    ],
+)
+def test_a_control_plane_that_strangers_could_reach_is_refused(settings, safe):
+    if safe:
+        load(settings)
+    else:
+        with pytest.raises(ConfigError, match="set --control-token"):
+            load(settings)
+
+
+def test_half_of_a_certificate_is_refused():
+    with pytest.raises(ConfigError, match="go together"):
+        load({"tls_cert": "cert.pem"})
+
+
+def test_no_secret_is_in_what_is_told():
+    with pytest.raises(ConfigError) as error:
+        load({"control_token": ["canary-51c2"]})
+    assert "canary" not in str(error.value)
