@@ -98,10 +98,13 @@ class Admission:
                 "engines disagree about the weights and no label has a majority (%s): all are fenced until a weight "
                 "sync, or POST /fleet/engines/ID/admit", ", ".join(result.tied),
             )  # fmt: skip
-        if any(label not in (None, DEFAULT) for label in labels):
+        named = [label for label in labels if label not in (None, DEFAULT)]
+        if named:
             fleet.pristine = False
-        if any(label not in (None, DEFAULT) and not is_automatic(label) for label in labels):
-            self._hide_history()
+            lost = DEFAULT in labels or any(not engine.alive for engine in fleet)
+            if lost or not all(is_automatic(label) for label in named):
+                # Whoever restarted may have shown a later label than those that are left.
+                self._hide_history()
         self.set_fleet_version(result.version, by="start")
 
     def _recall(self, engines: Iterable[Engine]) -> None:

@@ -48,3 +48,16 @@ async def test_a_sync_before_the_first_looks_are_over_is_not_outvoted_by_them():
         assert fleet.plane.fleet.version == "v1"
     for mock in engines:
         await mock.kill()
+
+
+async def test_an_automatic_label_that_only_a_restarted_engine_showed_is_not_used_again():
+    engines = [await MockEngine().start() for _ in range(2)]
+    async with proxy_for(engines) as first:
+        await first.sync("w1")
+    await engines[1].restart()
+    async with proxy_for(engines) as second:
+        await second.sync("w3")
+        assert second.plane.fleet.version not in ("u1", "u2")
+        assert {mock.version for mock in engines} == {second.plane.fleet.version}
+    for mock in engines:
+        await mock.kill()
