@@ -45,7 +45,8 @@ def percent_decode(path: bytes) -> bytes:
 def normal_form(path: bytes) -> bytes | None:
     """The most lenient reading of a path; None if it never settles."""
     for _ in range(MAX_DECODE):
-        decoded = percent_decode(path)
+        # Dropped in each round, or a byte that somebody drops would keep a triplet from being one: ``%<tab>70ause``.
+        decoded = percent_decode(path).translate(None, _DROPPED)
         if decoded == path:
             break
         path = decoded
@@ -53,7 +54,7 @@ def normal_form(path: bytes) -> bytes | None:
         return None
     for mark in (b"?", b"#"):
         path = path.partition(mark)[0]
-    path = path.translate(None, _DROPPED).replace(b"\\", b"/")
+    path = path.replace(b"\\", b"/")
     segments: list[bytes] = []
     for raw in path.split(b"/"):
         segment = raw.partition(b";")[0]

@@ -2,7 +2,7 @@ import random
 from urllib.parse import quote, unquote_to_bytes
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from proxy.core.calls import CALLS, OWN_PATHS
@@ -87,6 +87,8 @@ def test_decoding_is_that_of_the_standard_library(raw):
 
 
 @given(st.binary(max_size=60))
+@example(b"%\x0000")
+@example(b"%25%0970ause")
 def test_a_normal_form_is_its_own_normal_form(raw):
     form = normal_form(b"/" + raw)
     assert form is None or normal_form(form) == form
