@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
@@ -21,6 +22,8 @@ from proxy.sources import ConfigError, load
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+COMPLETE_VARIABLE = "_FLEETGATE_COMPLETE"
+"""By which the shell asks for completions; click derives it from the name of the command."""
 
 
 def _plain_type(field: FieldInfo) -> Any:
@@ -99,7 +102,7 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All commands, in order of use."""
-        return [*super().list_commands(ctx), *self.LAZY]
+        return ["proxy", *self.LAZY, *(name for name in super().list_commands(ctx) if name != "proxy")]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """A command by name, importing it if need be."""
@@ -116,7 +119,16 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version("fleetgate"), prog_name="fleetgate")
 def main() -> None:
-    """One URL in front of N independent vLLM servers, made for asynchronous reinforcement learning."""
+    """One URL in front of N independent vLLM servers, made for asynchronous reinforcement learning.
+
+    \b
+    Try it, no GPU needed:    fleetgate up --kind sim --count 2
+    Engines that run already: fleetgate doctor URL URL
+                              fleetgate proxy --engine URL --engine URL
+    Then, beside it:          fleetgate status --watch
+
+    Rollout clients talk to http://127.0.0.1:8000/v1, the trainer to http://127.0.0.1:8000; people look at /fleet/ui.
+    """  # noqa: D301 - click wants the character
 
 
 @main.command("proxy")
@@ -141,6 +153,18 @@ def check_config(**options: Any) -> None:
         value = getattr(settings, name)
         mark = "*" if name in settings.model_fields_set else " "
         click.echo(f"{mark} {name.replace('_', '-')}: {value}")
+
+
+@main.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what makes a SHELL complete commands and flags.
+
+    Example: source <(fleetgate completion bash)
+    """
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(main, {}, "fleetgate", COMPLETE_VARIABLE).source())
 
 
 setting_options(proxy_command)
