@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def load(flags: Mapping[str, Any], config: Path | None = None) -> Settings:
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
     check_safety(settings)
+    _check_tls(settings)
     return settings
 
 
@@ -119,3 +121,33 @@ def check_safety(settings: Settings) -> None:
         raise ConfigError("--tls-cert and --tls-key go together")
     if settings.otel and not extras.otel_installed():
         raise ConfigError(f"--otel needs OpenTelemetry: {extras.OTEL_INSTALL}")
+
+
+def _check_tls(settings: Settings) -> None:
+    """Try the files now: found out later, one would end the proxy at its start, or keep every engine down.
+
+    Raises:
+        ConfigError: one cannot be read, or holds something else.
+    """
+    for name in ("tls_cert", "tls_key", "engine_ca"):
+        path: Path | None = getattr(settings, name)
+        if path is not None:
+            try:
+                path.read_bytes()
+            except OSError as error:
+                raise ConfigError(f"--{name.replace('_', '-')}: cannot read {path}: {error.strerror}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        try:
+            # With a passphrase it would ask a terminal that nobody looks at.
+            context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key} are not a PEM certificate "
+                f"and its key ({error.reason or error})"
+            ) from None
+    if settings.engine_ca is not None:
+        try:
+            context.load_verify_locations(settings.engine_ca)
+        except ssl.SSLError as error:
+            raise ConfigError(f"--engine-ca {settings.engine_ca} holds no PEM certificate ({error.reason})") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-_LISTENING = re.compile(r"listening on (http://\S+)")
+_LISTENING = re.compile(r"listening on (https?://\S+)")
 START_SECONDS = 30.0
 """The machine may be busy with other work."""
 
@@ -102,7 +103,8 @@ async def proxy_process(*engines: str, ready: int | None = None, **settings: Any
             assert loop.time() < deadline, "\n".join(proxy.lines)
             await asyncio.sleep(0.02)
         wanted = len(engines) if ready is None else ready
-        async with aiohttp.ClientSession() as session:
+        trust = ssl.create_default_context(cafile=str(settings["tls_cert"])) if "tls_cert" in settings else True
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust)) as session:
             while True:
                 fleet = await proxy.fleet(session)
                 if sum(engine["state"] == "ready" for engine in fleet["engines"]) >= wanted:
