@@ -5,10 +5,15 @@ With ``--check`` nothing is written; the exit code is 1 if a page is not what th
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
+import math
 import sys
+import textwrap
 from collections.abc import Iterator
+from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -73,16 +78,89 @@ def endpoints_page() -> str:
     )
 
 
+def meanings(kind: type[StrEnum]) -> dict[str, str]:
+    """The text below each member of an enumeration, which Python itself forgets."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for member, text in pairwise(body.body):
+        if isinstance(member, ast.Assign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[ast.literal_eval(member.value)] = str(text.value.value)
+    return found
+
+
 def states_page() -> str:
-    """The diagram of the engine states, drawn from the table."""
-    lines = ["stateDiagram-v2", f"    [*] --> {State.STARTING}"]
-    lines += [f"    {before} --> {after}: {event}" for (before, event), after in MOVES.items()]
-    meaning = "\n".join(f"- **{event}**" for event in Event)
+    """The diagram of the engine states, drawn from the table, and what each word means."""
+    moves = "\n".join(f"| {before} | {event} | {after} |" for (before, event), after in MOVES.items())
+    meaning = "\n".join(f"- **{event}**: {text}" for event, text in meanings(Event).items())
+    about = (inspect.getdoc(State) or "").replace("``", "`")
     ignored = ", ".join(sorted(f"{event} when {state}" for state, event in IGNORED))
     return (
-        "# States of an engine\n\n```mermaid\n" + "\n".join(lines) + "\n```\n\nEvents:\n\n" + meaning
-        + f"\n\nIgnored, because they are late news: {ignored}. Any other pair is refused.\n"
-    )  # fmt: skip
+        f"# States of an engine\n\n![States and moves](states.svg)\n\n{about}\n\n"
+        f"| from | event | to |\n|---|---|---|\n{moves}\n\nEvents:\n\n{meaning}"
+        f"\n\nIgnored, because they are late news: {ignored}. Any other pair is refused.\n"
+    )
+
+
+PLACES = {
+    State.STARTING: (100, 60),
+    State.FENCED: (380, 60),
+    State.READY: (680, 60),
+    State.DRAINING: (680, 230),
+    State.DOWN: (380, 360),
+}
+"""Where each state is drawn; a state without a place would be an error."""
+WIDTH, HEIGHT = 118, 44
+
+
+def border(x: float, y: float, ux: float, uy: float) -> tuple[float, float]:
+    """Where a ray from the middle of a box leaves it."""
+    reach = min(WIDTH / 2 / abs(ux) if ux else math.inf, HEIGHT / 2 / abs(uy) if uy else math.inf)
+    return x + ux * reach, y + uy * reach
+
+
+def states_svg() -> str:
+    """The table as a picture: what moves between two states is one arrow with all its events."""
+    arrows: dict[tuple[State, State], list[str]] = {}
+    for (before, event), after in MOVES.items():
+        arrows.setdefault((before, after), []).append(str(event))
+    parts = [
+        (
+            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 420" role="img" font-family="sans-serif" '
+            'font-size="15"><title>States of an engine and the events that move it</title>'
+        ),
+        (
+            '<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" markerHeight="8" '
+            'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z" fill="#555"/></marker></defs>'
+        ),
+        '<rect width="780" height="420" rx="8" fill="#fff"/>',
+    ]
+    for (before, after), events in arrows.items():
+        (x1, y1), (x2, y2) = PLACES[before], PLACES[after]
+        length = math.hypot(x2 - x1, y2 - y1)
+        ux, uy = (x2 - x1) / length, (y2 - y1) / length
+        # Arrows that go both ways lie beside each other.
+        aside = 13 if (after, before) in arrows else 0
+        dx, dy = -uy * aside, ux * aside
+        (sx, sy), (tx, ty) = border(x1, y1, ux, uy), border(x2, y2, -ux, -uy)
+        parts.append(
+            f'<path d="M{sx + dx:.0f} {sy + dy:.0f}L{tx + dx:.0f} {ty + dy:.0f}" stroke="#555" stroke-width="1.5" '
+            'marker-end="url(#tip)"/>'
+        )
+        # Nearer to where it begins: arrows cross in the middle.
+        mx, my = sx + (tx - sx) * 0.42 + dx * 2.2, sy + (ty - sy) * 0.42 + dy * 1.8
+        parts.append(
+            f'<text x="{mx:.0f}" y="{my + 5:.0f}" text-anchor="middle" fill="#222" stroke="#fff" stroke-width="4" '
+            f'paint-order="stroke">{", ".join(events)}</text>'
+        )
+    for state, (x, y) in PLACES.items():
+        color = "#1a6b33" if state is State.READY else "#444"
+        parts.append(
+            f'<rect x="{x - WIDTH / 2:.0f}" y="{y - HEIGHT / 2:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="10" '
+            f'fill="#f6f8fa" stroke="{color}" stroke-width="2"/>'
+            f'<text x="{x}" y="{y + 5}" text-anchor="middle" font-weight="bold" fill="{color}">{state}</text>'
+        )
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 async def metrics_page() -> str:
@@ -119,6 +197,7 @@ def pages() -> dict[str, str]:
         "errors.md": NOTE + errors_page(),
         "endpoints.md": NOTE + endpoints_page(),
         "states.md": NOTE + states_page(),
+        "states.svg": states_svg(),
         "metrics.md": NOTE + asyncio.run(metrics_page()),
     }
 

@@ -14,7 +14,7 @@ GENERATOR = runpy.run_path(str(ROOT / "scripts" / "generate_reference.py"))
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("name", ["settings.md", "errors.md", "endpoints.md", "states.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["settings.md", "errors.md", "endpoints.md", "states.md", "states.svg", "metrics.md"])
 def test_the_reference_is_what_the_code_says(name):
     text = (GENERATOR["DOCS"] / name).read_text()
     assert text == GENERATOR["pages"]()[name], "run scripts/generate_reference.py"
