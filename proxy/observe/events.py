@@ -8,6 +8,7 @@
 | ``engine_version`` | engine, version, before |
 | ``engine_restarted`` | engine, boot, why |
 | ``engine_suspect`` | engine, why |
+| ``engine_left_out`` | engine, seconds, why: it keeps breaking requests |
 | ``engine_checked`` | engine, seconds, ok |
 | ``engine_paused`` | engine, paused |
 | ``probe`` | engine, ok, seconds, error |
@@ -39,6 +40,7 @@ KINDS: frozenset[str] = frozenset(
         "engine_version",
         "engine_restarted",
         "engine_suspect",
+        "engine_left_out",
         "engine_checked",
         "engine_paused",
         "probe",

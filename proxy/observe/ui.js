@@ -254,6 +254,7 @@ const TELL = {
   engine_version: (e) => `${e.engine} now shows ${e.version}`,
   engine_restarted: (e) => `${e.engine} restarted: ${e.why}`,
   engine_suspect: (e) => `${e.engine} is being checked: ${e.why}`,
+  engine_left_out: (e) => `${e.engine} gets nothing for ${span(e.seconds)}: ${e.why}`,
   engine_paused: (e) => `${e.engine} ${e.paused ? "was paused by somebody else" : "goes on"}`,
   control_call: (e) => `${e.call} answered ${e.status} in ${span(e.seconds)}`,
   control_refused: (e) => `${e.call} refused with ${e.status} (${e.code})`,

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 
 import orjson
 import pytest
@@ -8,6 +10,9 @@ import pytest
 from proxy.observe import event_log
 from proxy.observe.events import KINDS
 from proxy.observe.logs import JsonFormatter, TextFormatter
+
+
+PROXY = Path(__file__).parents[3] / "proxy"
 
 
 @pytest.fixture
@@ -72,3 +77,13 @@ def test_every_kind_of_event_can_be_logged(records):
 
 def test_the_kinds_that_are_told_exist():
     assert set(event_log._TOLD) <= KINDS
+
+
+def test_every_kind_that_is_emitted_is_listed_and_told_apart_on_the_live_page():
+    sources = [path.read_text() for path in PROXY.rglob("*.py")]
+    emitted = {kind for source in sources for kind in re.findall(r'emit\(\s*"(\w+)"', source)}
+    assert emitted == KINDS
+    shown = set(re.findall(r"^  (\w+): \(e\) =>", (PROXY / "observe" / "ui.js").read_text(), re.MULTILINE))
+    assert shown <= KINDS
+    # What the page shows elsewhere, or what would drown the rest.
+    assert KINDS - shown == {"engine_checked", "probe", "sync_phase", "lifecycle"}
