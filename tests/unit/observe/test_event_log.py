@@ -11,7 +11,6 @@ from proxy.observe import event_log
 from proxy.observe.events import KINDS
 from proxy.observe.logs import JsonFormatter, TextFormatter
 
-
 PROXY = Path(__file__).parents[3] / "proxy"
 
 
