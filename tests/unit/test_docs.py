@@ -68,6 +68,19 @@ def test_flags_targets_and_files_that_a_page_names_exist(page):
     assert {path for path in paths - built if not (ROOT / path).exists()} == set()
 
 
+def test_what_operations_quotes_is_what_the_proxy_says():
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    quotes = {quote for row in rows for quote in re.findall(r'(?<!=)"([^"]+)"', row)}
+    assert len(quotes) > 6
+    source = "".join(path.read_text() for path in (ROOT / "proxy").rglob("*.py"))
+    by_openssl = {"certificate verify failed"}
+    assert {quote for quote in quotes - by_openssl if quote not in source} == set()
+    named = {name for row in rows for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", row)}
+    metrics = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    errors = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    assert {name for name in named if name not in metrics and name not in errors} == set()
+
+
 def test_each_promise_of_the_readme_names_tests_that_exist():
     rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1))
