@@ -150,6 +150,7 @@ class ControlPlane:
         # The public side has nothing that a credential would open, so it asks for none.
         middlewares = [self._errors] if public else [self._errors, self._credentials]
         app = web.Application(middlewares=middlewares, client_max_size=self.settings.max_control_body)
+        app.on_response_prepare.append(_name_server)
         api = self._api
         for path, handler in (
             ("/health", api.health),
@@ -196,8 +197,6 @@ class ControlPlane:
         except web.HTTPNotFound:
             response = reply_error(NotFound(f"there is no {request.path} here")).response(with_legs=False)
         if not response.prepared:
-            # Not aiohttp's own field, which tells strangers the versions of Python and aiohttp.
-            response.headers["Server"] = "fleetgate"
             request_id = request.headers.get("X-Request-Id")
             if request_id is not None:
                 response.headers["X-Request-Id"] = request_id
@@ -267,6 +266,11 @@ class ControlPlane:
             if hit:
                 return calls.custom(path, item.rank_field, method=request.method)
         raise NotFound(f"there is no {path} here")
+
+
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:  # noqa: ARG001 - a signal
+    """Not aiohttp's own field, which tells strangers the versions of Python and aiohttp."""
+    response.headers["Server"] = "fleetgate"
 
 
 def _has_body(request: web.Request) -> bool:

@@ -59,4 +59,5 @@ async def test_a_data_request_that_carries_the_control_token_goes_on_without_it(
 async def test_head_of_the_event_stream_has_no_body(demo):
     async with demo.session.head(f"{demo.url}/fleet/events") as answer:
         assert (answer.status, answer.content_type) == (200, "text/event-stream")
+        assert answer.headers["Server"] == "fleetgate"
     assert (await demo.get("/health"))[0] == 200

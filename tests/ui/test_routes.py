@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from proxy import app as proxy_app
 from proxy.config import Settings
 
-PAGES = ("/metrics", "/fleet", "/fleet/ui", "/fleet/load", "/fleet/syncs")
+PAGES = ("/metrics", "/fleet", "/fleet/ui", "/fleet/load", "/fleet/syncs", "/health", "/ready")
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -19,6 +19,7 @@ async def test_a_page_is_there_with_and_without_a_slash(demo, path):
         status, _, headers = await demo.get(spelling)
         assert status == 200
         assert "X-Forwarded-For" not in headers
+        assert headers["Server"] == "fleetgate"
 
 
 async def test_with_a_control_token_and_a_control_port_reading_stays_open_on_both(demo):
