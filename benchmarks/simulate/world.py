@@ -239,7 +239,7 @@ class World:
         self._closed = True
         for engine in self.engines:
             engine.freeze(self.now, frozen=True)
-            self.policy.emptied(engine.id)
+            self.policy.emptied(engine.id, engine.inflight)
         self._at(self.now + self.trace.sync_seconds, "resume", None)
 
     def _on_resume(self, _: None) -> None:

@@ -272,8 +272,9 @@ class DataPlane:
         elif kind == "engine_removed":
             self.outliers.forget(details["engine"])
         elif kind == "control_call" and self._caches.empties(details["call"], details.get("query", "")):
-            for engine in details["legs"]:
-                self.balancer.emptied(engine)
+            for name in details["legs"]:
+                engine = self.fleet.engines.get(name)
+                self.balancer.emptied(name, engine.inflight if engine is not None else 0)
 
     def _give_up(self, engine: Engine) -> None:
         """An engine has been down for long: what it still has is lost, although its connections may never say so.

@@ -56,8 +56,13 @@ class Balancer(Protocol):
     def forget(self, engine_id: str) -> None:
         """An engine left or restarted: nothing draws sessions or prompts there any more."""
 
-    def emptied(self, engine_id: str) -> None:
-        """An engine goes on, but what it had cached is gone."""
+    def emptied(self, engine_id: str, running: int = 0) -> None:
+        """An engine goes on, but what it had cached is gone.
+
+        Args:
+            engine_id: which.
+            running: requests that run on there: what they hold is computed again.
+        """
 
 
 class Stateless:
@@ -72,7 +77,7 @@ class Stateless:
     def forget(self, engine_id: str) -> None:
         """Nothing is remembered of an engine."""
 
-    def emptied(self, engine_id: str) -> None:
+    def emptied(self, engine_id: str, running: int = 0) -> None:
         """Caches do not matter here."""
 
 

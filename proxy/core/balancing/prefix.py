@@ -19,6 +19,10 @@ BLOCK_BYTES = 256
 """Bytes of a block: some 64 tokens of text or of ids, four blocks of vLLM's cache; short beginnings are not worth a
 move, and a block costs about 0.3 us and 150 bytes."""
 
+KEPT_PROMPTS = 2
+"""Prompts that stay for each request that runs on where the caches were emptied: some of the newest have ended, some
+that run are older. What stays too long draws prompts to where nothing is, as it would be elsewhere."""
+
 
 class Prefix:
     """Longest cached beginning first, unless its engine is too busy.
@@ -51,7 +55,9 @@ class Prefix:
         self._min_match = min_match
         self._block = block_bytes
         self._spread = LeastInflight()
-        self._cached: dict[str, OrderedDict[int, None]] = {}
+        # Of each engine its blocks, the least recently used first, with the number of the prompt that used them last.
+        self._cached: dict[str, OrderedDict[int, int]] = {}
+        self._prompts: dict[str, int] = {}
         # Engines as bits, so that one step down the tree is one `and`, however many engines hold the block.
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
@@ -108,15 +114,16 @@ class Prefix:
             cached = self._cached[engine_id] = OrderedDict()
             self._slots[engine_id] = self._free.pop() if self._free else 1 << len(self._slots)
         slot = self._slots[engine_id]
+        self._prompts[engine_id] = number = self._prompts.get(engine_id, 0) + 1
         holders = self._holders
         # From the end to the beginning: of a prompt its end is given up first, as an engine frees it.
         for block in reversed(blocks):
             if block in cached:
                 cached.move_to_end(block)
             else:
-                cached[block] = None
                 holders[block] = holders.get(block, 0) | slot
                 self._size += 1
+            cached[block] = number
         share = max(len(blocks), self._max_blocks // engines)
         while len(cached) > share:
             self._drop(cached.popitem(last=False)[0], slot)
@@ -136,11 +143,23 @@ class Prefix:
     def forget(self, engine_id: str) -> None:
         """None of its blocks is there any more."""
         slot = self._slots.pop(engine_id, 0)
+        self._prompts.pop(engine_id, None)
         if slot:
             for block in self._cached.pop(engine_id):
                 self._drop(block, slot)
             self._free.append(slot)
 
-    def emptied(self, engine_id: str) -> None:
-        """Its caches are empty."""
-        self.forget(engine_id)
+    def emptied(self, engine_id: str, running: int = 0) -> None:
+        """Its caches are empty, but what runs there is computed again: the newest prompts stay."""
+        cached = self._cached.get(engine_id)
+        if not running or not cached:
+            self.forget(engine_id)
+            return
+        slot = self._slots[engine_id]
+        oldest = self._prompts[engine_id] - running * KEPT_PROMPTS
+        while cached:
+            block, number = next(iter(cached.items()))
+            if number > oldest:
+                break
+            del cached[block]
+            self._drop(block, slot)

@@ -176,5 +176,5 @@ class Sticky:
         self._ring.remove(engine_id)
         self._pace.forget(engine_id)
 
-    def emptied(self, engine_id: str) -> None:
+    def emptied(self, engine_id: str, running: int = 0) -> None:
         """Sessions stay: the turns that run there fill its cache again, and no other engine has more of the rest."""

@@ -61,25 +61,49 @@ def test_the_body_is_not_looked_at_for_what_runs_no_model():
     assert len({pick(plane, body=body, generation=False).id for _ in range(4)}) == 4
 
 
+BODY = (b'{"model": "m", "prompt": "', b"word " * 1000, b'"}')
+
+
+def idle(fleet):
+    for engine in fleet:
+        engine.inflight = 0
+
+
 def test_prompts_are_followed_and_forgotten_with_the_caches():
     plane, fleet = plane_of(policy=Policy.PREFIX)
-    body = [b'{"model": "m", "prompt": "', b"word " * 1000, b'"}']
-    home = pick(plane, body=body)
-    assert pick(plane, body=body) is home
+    home = pick(plane, body=BODY)
+    assert pick(plane, body=BODY) is home
+    idle(fleet)
     fleet.emit("control_call", call="reset_prefix_cache", status=200, legs={home.id: (200, 0.1, "ok")})
-    assert pick(plane, body=body) is not home
+    assert pick(plane, body=BODY) is not home
+
+
+def test_a_prompt_whose_request_goes_on_is_computed_again_where_it_runs():
+    plane, fleet = plane_of(policy=Policy.PREFIX)
+    home = pick(plane, body=BODY)
+    fleet.emit("control_call", call="pause", query="mode=keep", status=200, legs={each.id: () for each in fleet})
+    assert pick(plane, body=BODY) is home
 
 
 @pytest.mark.parametrize(("query", "emptied"), [("mode=keep&clear_cache=false", False), ("mode=keep", True)])
 def test_a_pause_empties_the_caches_of_the_engines_that_it_reached(query, emptied):
     plane, fleet = plane_of(2, policy=Policy.PREFIX)
-    body = [b'{"prompt": "', b"word " * 1000, b'"}']
-    home = pick(plane, body=body)
+    home = pick(plane, body=BODY)
     other = next(engine for engine in fleet if engine is not home)
+    idle(fleet)
     fleet.emit("control_call", call="pause", query=query, status=424, legs={other.id: (200, 0.1, "answered")})
-    assert pick(plane, body=body) is home
+    assert pick(plane, body=BODY) is home
+    idle(fleet)
     fleet.emit("control_call", call="pause", query=query, status=200, legs={engine.id: () for engine in fleet})
-    assert (pick(plane, body=body) is not home) is emptied
+    assert (pick(plane, body=BODY) is not home) is emptied
+
+
+def test_an_engine_that_left_meanwhile_is_forgotten_without_a_word():
+    plane, fleet = plane_of(2, policy=Policy.PREFIX)
+    home = pick(plane, body=BODY)
+    fleet.remove(home)
+    fleet.emit("control_call", call="pause", query="", status=200, legs={home.id: (None, 0.1, "died")})
+    assert not len(plane.balancer)
 
 
 def test_a_restarted_engine_draws_no_sessions():

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.balancing import Prefix
+from proxy.core.balancing.prefix import KEPT_PROMPTS
 
 
 def policy(*, size=4096, blocks=1000, margin=1.25, slack=2.0, match=0.5, block=16):
@@ -172,3 +173,33 @@ def test_the_tree_and_the_lists_of_engines_agree(steps, blocks):
             assert len(cached) <= max(blocks // 3, 12)
         assert seen == one._holders
         assert len(one) == sum(map(len, one._cached.values()))
+
+
+def test_emptied_caches_keep_the_newest_prompts_of_those_that_run_on():
+    engines = fleet(0)
+    one = policy(match=1.0)
+    for seed in range(20):
+        ask(one, engines, text(seed))
+    blocks = len(one) // 20
+    one.emptied(engines[0].id, running=3)
+    assert len(one) == 3 * KEPT_PROMPTS * blocks
+    # The newest ones are there, the others are not.
+    assert [one._longest(engines, one._blocks(text(seed))) is not None for seed in (13, 14, 19)] == [False, True, True]
+    one.emptied(engines[0].id)
+    assert len(one) == 0
+
+
+def test_a_prompt_that_was_seen_again_is_as_new_as_that():
+    engines = fleet(0)
+    one = policy(match=1.0)
+    for seed in (0, 1, 2, 3, 4, 0):
+        ask(one, engines, text(seed))
+    one.emptied(engines[0].id, running=1)
+    assert [one._longest(engines, one._blocks(text(seed))) is not None for seed in (0, 3, 4)] == [True, False, True]
+
+
+def test_nothing_was_known_of_an_engine_that_is_emptied():
+    one = policy()
+    one.emptied("nobody", running=5)
+    one.emptied("nobody")
+    assert len(one) == 0
