@@ -8,7 +8,9 @@ SIGKILL cannot clean up. Both are settled here:
 - standard input is a pipe whose other end only the launcher holds, so its end-of-file means that the launcher is gone,
   however it went;
 - the guard is a child subreaper (``prctl(2)``, ``PR_SET_CHILD_SUBREAPER``): every orphan below it becomes its own
-  child, so it can name, signal and wait for all of them, also those that moved to a session of their own.
+  child, so it can name, signal and wait for all of them, also those that moved to a session of their own;
+- the guard may be killed itself: a worker of Ray whose node is given up sends SIGKILL to its children and ends. So
+  there are two of it, and each ends the tree when the other is gone. The outer one only passes signals on.
 
 What the engine writes goes through here into ``LOG``, so that the file can be turned over at ``MAX_BYTES`` without
 losing a line; ``KEEP`` older ones stay beside it as ``LOG.1``, ``LOG.2``... With ``-`` for ``LOG`` the engine writes to
@@ -31,6 +33,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What the launcher says to the outer guard is for the inner one."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -197,9 +202,39 @@ def spawn(command: list[str], output: int | None) -> int:
 
 def main(argv: list[str]) -> int:
     """Run ``argv[4:]`` as the engine and return its exit code; before it, see the head of this file."""
-    grace, log, command = float(argv[0]), argv[1], argv[4:]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # A signal that comes too early waits until there is somebody to take it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    outer = os.getpid()
+    inner = os.fork()
+    if inner:
+        return watch_over(inner)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
+    if os.getppid() != outer:
+        return 128 + signal.SIGKILL
+    return run(argv)
+
+
+def watch_over(inner: int) -> int:
+    """Pass signals on to the inner guard and return its exit code; what it leaves behind is ended."""
+    for signum in PASSED_ON:
+        signal.signal(signum, lambda got, _: send([inner], got))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    _, status = os.waitpid(inner, 0)
+    while left := descendants(os.getpid()):
+        send(left, signal.SIGKILL)
+        reap()
+        time.sleep(POLL_SECONDS)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def run(argv: list[str]) -> int:
+    """Start the engine, end it when that is asked for, and return its exit code."""
+    grace, log, command = float(argv[0]), argv[1], argv[4:]
     wakeups = Wakeups()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     source, output = (None, None) if log == "-" else os.pipe2(os.O_CLOEXEC)
     try:
         engine = spawn(command, output)

@@ -125,13 +125,15 @@ class EngineProcess:
             await process.wait()
 
     def processes(self) -> list[ProcessInfo]:
-        """The engine's processes, the server first; without the guard. Empty when it does not run."""
+        """The engine's processes, the server first; without the guards. Empty when it does not run."""
         if self._process is None or not self.alive:
             return []
         found = []
         for pid in guard.descendants(self._process.pid):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if GUARD.encode() in words[:4]:
+                    continue
                 found.append(ProcessInfo(pid, words[0].decode(errors="replace").strip()))
         return found
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_launcher import guard
 from engine_launcher.errors import LauncherError
 from engine_launcher.process import EngineProcess
 from engine_launcher.settings import EngineCommand, Rotation
@@ -162,6 +163,21 @@ async def test_nothing_is_left_when_the_launcher_itself_is_killed(tmp_path: Path
         assert all(running(pid) for pid in pids)
         parent.kill()
     await until(lambda: not any(running(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("which", ["outer", "inner"])
+async def test_nothing_is_left_when_a_guard_is_killed(make: Callable[..., EngineProcess], which: str) -> None:
+    """Ray kills the children of a worker whose node it gives up, and the engine's server dies with its guard."""
+    process = make(FAMILY.format(on_term=IGNORES), grace=3600)
+    await process.start()
+    pids = await logged(process, "server", "child")
+    assert process._process is not None
+    outer = process._process.pid
+    inner = guard.descendants(outer)[0]
+    assert inner not in pids
+    os.kill(outer if which == "outer" else inner, signal.SIGKILL)
+    await until(lambda: not any(running(pid) for pid in (*pids, outer, inner)))
+    assert await process.wait() in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 async def test_it_can_be_started_again_and_the_tail_is_of_the_last_run(make: Callable[..., EngineProcess]) -> None:
