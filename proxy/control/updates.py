@@ -33,6 +33,8 @@ from proxy.fleet.registry import Fleet
 LABEL_TRIES = 3
 """Tries to label one engine after a good update: the call may be repeated, and an unlabelled engine is a fenced one."""
 
+_REPLACED = "its process was replaced meanwhile"
+
 _NOTHING_HAPPENED = frozenset({Outcome.REFUSED, Outcome.MISSING, Outcome.UNREACHABLE})
 
 
@@ -289,24 +291,30 @@ class Updates:
             looked: `_before_label` was asked before the weights were final. Otherwise only processes that have been
                 known for longer are labelled.
         """
-        engines = [engine for engine, _ in boots]
-        same = [True] * len(engines)
+        same = [True] * len(boots)
         if not looked:
-            same = await asyncio.gather(*(self._prober.is_same(engine) for engine in engines))
+            same = await asyncio.gather(*(self._prober.is_same(engine) for engine, _ in boots))
         ready = [(engine, boot) for (engine, boot), ok in zip(boots, same, strict=True) if ok and engine.boot == boot]
         tries = await asyncio.gather(*(self._label_one(engine, label, boot) for engine, boot in ready))
-        legs = {engine: leg for (engine, _), leg in zip(ready, tries, strict=True)}
-        still = await asyncio.gather(*(self._prober.is_same(engine) for engine, _ in ready))
-        for (engine, boot), ok in zip(ready, still, strict=True):
+        labelled = await self._take_back(ready, tries)
+        legs = {engine: leg for (engine, _), leg in zip(ready, labelled, strict=True)}
+        return [legs.get(engine) or Leg(engine.id, Outcome.DIED, detail=_REPLACED) for engine, _ in boots]
+
+    async def _take_back(self, boots: Sequence[tuple[Engine, int]], legs: Sequence[Leg]) -> list[Leg]:
+        """Labels that reached a process that replaced the one they were meant for become ``default`` again.
+
+        It would deceive whoever looks after a restart of the proxy. A lost answer may have been to a try that worked.
+        """
+        same = await asyncio.gather(*(self._prober.is_same(engine) for engine, _ in boots))
+        out = []
+        for (engine, boot), leg, ok in zip(boots, legs, same, strict=True):
             if ok and engine.boot == boot:
+                out.append(leg)
                 continue
-            # Taken back, so that it deceives nobody after a restart of the proxy. An answer that was lost may have been
-            # to a try that worked.
-            if legs[engine].ok or legs[engine].outcome in UNCERTAIN:
+            if leg.ok or leg.outcome in UNCERTAIN:
                 await self._label_one(engine, DEFAULT, engine.boot)
-            del legs[engine]
-        replaced = "its process was replaced meanwhile"
-        return [legs.get(engine) or Leg(engine.id, Outcome.DIED, detail=replaced) for engine in engines]
+            out.append(Leg(engine.id, Outcome.DIED, seconds=leg.seconds, detail=_REPLACED))
+        return out
 
     async def _not_showing(self, engines: Sequence[Engine], label: str) -> list[Engine]:
         """Engines that finished but do not show the label: older servers ignore it in a finish."""
@@ -341,14 +349,15 @@ class Updates:
         if not engines:
             why = "; ".join(f"{engine.id}: {engine.reason}" for engine in living) or "no engine is alive"
             raise Conflict(f"{call.path}: no engine holds weights that the label could speak for ({why})")
-        boots = {engine: engine.boot for engine in engines}
+        boots = [(engine, engine.boot) for engine in engines]
         shot = asked.shot(limit_of(self._settings, asked))
         legs = await self._fan(asked, [(engine, shot) for engine in engines], fire)
+        legs = await self._take_back(boots, legs)
         merged = merge(call, legs)
         body = ranks.parse(asked.body)
         version = body.get("new_version") if isinstance(body, dict) else None
         if not merged.failed and not merged.passed and version is not None:
-            for engine, boot in boots.items():
+            for engine, boot in boots:
                 if engine.boot == boot:
                     self._prober.set_version(engine, str(version))
                     if fleet.pristine:

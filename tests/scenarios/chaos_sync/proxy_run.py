@@ -12,7 +12,8 @@ from resource import getpagesize
 
 from engine_launcher.ports import free_ports
 
-START_SECONDS = 30.0
+START_SECONDS = 120.0
+"""For a new proxy to listen: it looks at each engine first, frozen ones too, on a machine that may be busy."""
 _VERSION = re.compile(r"fleet version: .+ -> '([^']+)' \(by ")
 
 

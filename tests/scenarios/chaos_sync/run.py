@@ -51,8 +51,8 @@ class Options:
         clients: requests in flight.
         every: calls of the trainer between two faults, on average.
         proxy_every: calls of the trainer between two deaths of the proxy, on average; 0 never.
-        careless: the trainer resumes after the proxy's death as if nothing had happened. The new proxy cannot tell that
-            weights were half sent, so then answers from them are seen: what the engines know has to be enough.
+        careless: the trainer resumes after the proxy's death as if nothing had happened, so that what the engines know
+            of a half-sent update has to be enough.
     """
 
     seed: int = 1

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from engine_launcher.sim.model import base_weights
+from proxy.core.admission import is_automatic
 
 BASE = base_weights(0)
 DEFAULT = "default"
@@ -62,6 +63,10 @@ class Truth:
 
     def publish(self, label: str | None) -> None:
         """The proxy says that this is the fleet's version."""
+        if label == DEFAULT:
+            # All engines and the proxy were lost at once: nobody is left who knows which automatic labels were given.
+            for old in [name for name in self.weights if is_automatic(name)]:
+                del self.weights[old]
         if label is not None and label != self.published[-1]:
             if label in self.published and label != DEFAULT:
                 self.note(f"the fleet's version went back to {label}")

@@ -263,6 +263,19 @@ async def test_a_process_that_was_replaced_while_its_label_hung_keeps_none():
         assert fleet.states() == ["ready", "fenced"]
 
 
+async def test_a_label_of_the_trainer_that_met_a_replaced_process_is_taken_back():
+    async with rig(2, probe_interval=30) as fleet:
+        await fleet.sync("w1", "v1")
+        fleet.engines[1].fail("/update_weight_version", "slow", seconds=0.3)
+        label = asyncio.ensure_future(fleet.call("/update_weight_version", json={"new_version": "v2"}, status=424))
+        await fleet.until(lambda: fleet.seen("/update_weight_version") == [1, 1])
+        fleet.engines[1].start_time += 100
+        data = await label
+        assert "replaced" in data["message"]
+        assert [mock.version for mock in fleet.engines] == ["v2", "default"]
+        await fleet.until(lambda: fleet.states()[1] == "fenced")
+
+
 async def test_a_label_does_not_end_a_tie_or_reach_other_weights():
     async with rig(engines=[MockEngine(version="v1"), MockEngine(version="v2")]) as fleet:
         data = await fleet.call("/update_weight_version", json={"new_version": "v3"}, status=409)
