@@ -80,6 +80,15 @@ def test_the_proxy_looks_for_the_engines_where_they_are(name: str) -> None:
     assert pod["enableServiceLinks"] is False
 
 
+def test_the_service_has_the_srv_records_that_the_how_to_names() -> None:
+    service = document("engines.yaml", "Service")
+    (port,) = service["spec"]["ports"]
+    assert port.get("protocol", "TCP") == "TCP"
+    name = f"_{port['name']}._tcp.{service['metadata']['name']}"
+    assert f"FLEETGATE_ENGINES_DNS={name}`" in (DIRECTORY.parents[1] / "docs/how-to/kubernetes.md").read_text()
+    assert Settings(engines_dns=name).engines_dns == name
+
+
 def test_the_engines_are_started_as_the_launcher_would() -> None:
     engine = container("engines.yaml", "StatefulSet")
     assert {"--enable-scale-out", "--api-server-count=1", '--weight-transfer-config={"backend":"nccl"}'} <= set(
