@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections import OrderedDict
+from typing import Any
 
 import uvloop
 
@@ -101,6 +102,12 @@ class WorkerProcess:
         self._director: DirectorUpstream | None = None
         self._told: OrderedDict[bytes, str] = OrderedDict()
         self._stopping = asyncio.Event()
+        self.fleet.listeners.append(self._happened)
+
+    def _happened(self, kind: str, details: dict[str, Any]) -> None:
+        """Only a worker sees requests break; the rest the director knows first."""
+        if kind == "engine_left_out":
+            self.link.send("left_out", details=details)
 
     def _heard(self, message: Message) -> Message | None:
         match message["t"]:

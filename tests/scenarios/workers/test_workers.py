@@ -1,10 +1,12 @@
 """Several workers on one port are one proxy: one gate, one fleet, one set of counts."""
 
 import asyncio
+import json
 import os
 import signal
 
 import aiohttp
+from aiohttp import web
 
 from tests.scenarios.blackbox.conftest import fleet, states, until
 
@@ -161,3 +163,27 @@ async def test_a_stop_drains_every_worker():
         await until(lambda: sum(engine.running for engine in engines) == 6)
         assert await proxy.stop() == 0
         assert {status for status, *_ in await asyncio.gather(*running)} == {200}
+
+
+async def test_an_engine_that_a_worker_leaves_out_is_told_by_the_director():
+    async def cut(engine, request):
+        request.transport.abort()
+        return web.Response()
+
+    async def keep_asking(url):
+        while True:
+            await many(url, 4)
+
+    async with fleet(2, "--workers", "2", "--outlier-failures", "2") as (engines, http, proxy):
+        engines[0].overrides["/v1/completions"] = cut
+        async with http.get("/fleet/events") as events:
+            asking = asyncio.ensure_future(keep_asking(proxy.url))
+            async with asyncio.timeout(20):
+                async for line in events.content:
+                    if line == b"event: engine_left_out\n":
+                        break
+            told = json.loads((await events.content.readline()).removeprefix(b"data: "))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert told["engine"] == engines[0].url.removeprefix("http://")
+        assert told["seconds"] > 0
