@@ -290,6 +290,7 @@ async def check(
     ours = (await trainer.ask("sums", seed=seed))["sums"]
     theirs = {name.rpartition(":")[2]: value for name, value in sums[0].items()}
     common = ours.keys() & theirs.keys()
+    others = sorted(each for each in common if ours[each] != theirs[each])
     through = await Control(proxy.url, stage.session).post("/weight_checker", {"action": "checksum"})
     return {
         "versions": labels,
@@ -297,7 +298,8 @@ async def check(
         "checksums": len(sums[0]),
         "checksums_equal": all(each == sums[0] for each in sums),
         "trainers_checksums": len(common),
-        "trainers_checksums_equal": sum(ours[each] == theirs[each] for each in common),
+        "trainers_checksums_equal": len(common) - len(others),
+        "trainers_checksums_other": others[:4],
         "proxy_says_match": through.get("match", True),
         "greedy": judged,
     }

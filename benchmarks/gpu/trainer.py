@@ -40,6 +40,9 @@ FUSED: Final = {
 }
 """Tensors that vLLM keeps as one, in the order in which a Llama names them: rows one below the other."""
 
+VOCABULARY_STEP: Final = 64
+"""vLLM fills the rows of a vocabulary with zeros up to a multiple of this."""
+
 GROUP_TIMEOUT: Final = 3600
 """Seconds that a rank waits for the next command; other phases lie between two of them."""
 
@@ -181,6 +184,9 @@ class GpuTrainer:
             found.setdefault(into, hashlib.sha256()).update(
                 each.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
             )
+            if len(each.shape) == 2 and ("embed_tokens" in name or "lm_head" in name):
+                rows = -each.shape[0] % VOCABULARY_STEP
+                found[into].update(bytes(rows * each.shape[1] * each.element_size()))
         return {"sums": {name: each.hexdigest() for name, each in found.items()}}
 
 
