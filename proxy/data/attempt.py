@@ -12,36 +12,19 @@ a look at an engine that failed.
 from __future__ import annotations
 
 import asyncio
-from enum import IntEnum, auto
 from typing import TYPE_CHECKING
 
 from proxy.core.failures import Failure, Kind
 from proxy.core.sse import EngineError, FirstEvent, Verdict, read_error
 from proxy.data import outbound
+from proxy.data.outcome import failure_of, look_at
+from proxy.data.stages import Stage
 from proxy.data.upstream import ConnectFailedError, Connection, Head
 from proxy.tasks import spawn
 
 if TYPE_CHECKING:
     from proxy.data.exchange import Exchange
     from proxy.fleet.engine import Engine
-
-
-class Stage(IntEnum):
-    """How far an attempt is."""
-
-    CONNECTING = auto()
-    WAITING = auto()
-    """Sent; no head of an answer yet."""
-    PEEKING = auto()
-    """A stream has begun; its first event is not whole yet."""
-    COLLECTING = auto()
-    """An error answer is being gathered."""
-    JUDGING = auto()
-    """The engine is being looked at to find out what its error means."""
-    RELAYING = auto()
-    """The answer goes to the client as it comes."""
-    TUNNEL = auto()
-    OVER = auto()
 
 
 # CPython 3.11 takes 140 ns to look up an enum member, 7 for a module constant; these are compared per event.
@@ -312,11 +295,8 @@ class Attempt:
     # Failures before the first byte to the client
 
     def _engine_error(self, error: EngineError) -> None:
-        assert error.kind is not None
         assert self.head is not None
-        asked = self.head.get(b"retry-after")
-        retry_after = float(asked) if asked is not None and asked.isdigit() else None
-        self._failed(Failure(error.kind, error.message or f"status {self.head.status}", retry_after))
+        self._failed(failure_of(error, self.head))
 
     def _failed(self, failure: Failure) -> None:
         """Report at once, or look at the engine first."""
@@ -330,17 +310,9 @@ class Attempt:
             self.exchange.failed(self, failure)
 
     async def _judge(self, failure: Failure) -> None:
-        engine = self.engine
         exchange = self.exchange
-        watch = exchange.plane.watch
-        paused = dead = False
         try:
-            if failure.kind is Kind.CUT:
-                paused = exchange.plane.gate.closed or await watch.is_paused(engine)
-            if not paused:
-                dead = await watch.is_dead(engine)
-                if dead:
-                    watch.suspect(engine, failure.detail)
+            dead, paused = await look_at(exchange.plane, self.engine, failure)
             self._task = None
             if self.stage is _JUDGING:
                 exchange.failed(self, failure, dead=dead, paused=paused)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from enum import IntEnum, auto
 from typing import TYPE_CHECKING
 
 from proxy.core import routes
@@ -23,10 +21,12 @@ from proxy.core.abort_ids import count_prompts
 from proxy.core.bodies import wants_stream
 from proxy.core.failures import Failure, Kind
 from proxy.core.framing import RequestHead
-from proxy.core.retry import Action, Decision, decide
+from proxy.core.retry import Action, Decision
+from proxy.data.answering import Answering
 from proxy.data.attempt import Attempt
-from proxy.data.outcome import RETRY_AFTER, error_for, facts_of
+from proxy.data.outcome import RETRY_AFTER, decision_for, error_for
 from proxy.data.relay import Relay
+from proxy.data.stages import Phase
 from proxy.errors import (
     BodyTooLarge,
     FleetgateError,
@@ -38,24 +38,9 @@ from proxy.errors import (
 if TYPE_CHECKING:
     from proxy.data.front import Front
     from proxy.data.plane import DataPlane
-    from proxy.data.upstream import Head
     from proxy.fleet.engine import Engine
 
 _log = logging.getLogger("fleetgate.exchange")
-
-
-class Phase(IntEnum):
-    """Where a request is on its way."""
-
-    BODY = auto()
-    """Its body is still coming and all of it fits the replay buffer."""
-    HELD = auto()
-    BACKOFF = auto()
-    SENT = auto()
-    """An attempt is under way; nothing went to the client."""
-    ANSWERED = auto()
-    """Bytes of an answer went to the client."""
-    DONE = auto()
 
 
 # CPython 3.11 takes 140 ns to look up an enum member, 7 for a module constant; these are compared per event.
@@ -67,7 +52,7 @@ _ANSWERED = Phase.ANSWERED
 _DONE = Phase.DONE
 
 
-class Exchange:
+class Exchange(Answering):
     """One request, from its head to the last byte of its answer.
 
     Args:
@@ -78,14 +63,10 @@ class Exchange:
 
     __slots__ = (
         "_fresh",
-        "_timer",
-        "attempt",
         "attempts",
         "begun",
-        "body",
         "body_done",
         "body_size",
-        "client",
         "free",
         "generation",
         "head",
@@ -94,12 +75,8 @@ class Exchange:
         "hold_since",
         "hold_timer",
         "id_bytes",
-        "last_engine",
         "lines",
         "order",
-        "phase",
-        "plane",
-        "relay",
         "replayable",
         "resends",
         "sent",
@@ -317,14 +294,7 @@ class Exchange:
             self.tried.append(engine)
         if not paused:
             plane.broke(engine, failure)
-        decision = decide(
-            failure,
-            facts_of(self, attempt, dead=dead, paused=paused),
-            budget=plane.budget,
-            backoff=plane.backoff,
-            now=self.client.loop.time(),
-            max_wait=plane.settings.max_retry_after,
-        )
+        decision = decision_for(self, attempt, failure, dead=dead, paused=paused)
         if decision.action is Action.RELAY:
             attempt.relay()
         elif decision.action is Action.FAIL:
@@ -368,55 +338,6 @@ class Exchange:
 
     # To the client
 
-    def relay_begins(self, head: Head, *, stream: bool, more: bool) -> None:
-        """An engine's answer goes to the client from here on, so the request will never be sent again.
-
-        Args:
-            head: its head.
-            stream: it is an event stream.
-            more: a piece of its body, or its end, follows in this turn of the loop.
-        """
-        self.phase = _ANSWERED
-        self.body = []
-        relay = self.relay
-        if relay.pinging and not (stream and head.status == 200):
-            # 200 went out with the first ping, so the engine's error can only be said as an event.
-            message = f"the engine answered status {head.status} after the request had been held"
-            relay.cut(message, code="engine_error", status=502)
-            self._over(head.status)
-            return
-        relay.stream = stream
-        relay.begin(head, more=more)
-
-    def finished(self) -> None:
-        """The engine's answer has gone out to its end."""
-        attempt = self.attempt
-        assert attempt is not None
-        assert attempt.head is not None
-        if not self.relay.whole():
-            self.broke_off(Failure(Kind.CUT, "the engine closed the connection inside its answer"))
-            return
-        self.relay.end()
-        if self.plane.outliers:
-            self.plane.outliers.succeeded(attempt.engine.id, self.client.loop.time())
-        self._over(attempt.head.status)
-
-    def broke_off(self, failure: Failure) -> None:
-        """The answer broke off after bytes went out: make it visible, never let it pass for a whole one."""
-        if self.client.in_tunnel:
-            self.client.cut(hard=True)
-        else:
-            name = self.last_engine.id if self.last_engine is not None else "?"
-            if self.last_engine is not None:
-                self.plane.broke(self.last_engine, failure)
-            self.relay.cut(f"engine {name} broke off its answer: {failure.detail}", code="engine_broken", status=502)
-        self._over(502)
-
-    def tunnel_closed(self) -> None:
-        """The engine closed a WebSocket's connection."""
-        self._over(101)
-        self.client.close()
-
     def _fail(self, error: FleetgateError) -> None:
         """Give the client an error of the proxy's own."""
         if self.phase is _DONE:
@@ -458,19 +379,3 @@ class Exchange:
         for tell in plane.on_over:
             tell(self, status, seconds)
         self.client.request_done(self)
-
-    def _set_timer(self, seconds: float, then: Callable[[], None]) -> None:
-        def strike() -> None:
-            self._timer = None
-            try:
-                then()
-            except Exception:
-                self.crashed()
-
-        self._cancel_timer()
-        self._timer = self.client.loop.call_later(seconds, strike)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

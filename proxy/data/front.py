@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import httptools
 
 from proxy.core.framing import inspect
 from proxy.core.paths import Route
-from proxy.data.client import ClientConnection
 from proxy.data.exchange import Exchange
 from proxy.data.inbound import Inbound
 from proxy.data.replies import error_answer
+from proxy.data.tunnel import TunnelConnection
 from proxy.errors import (
     BadRequest,
     FleetgateError,
@@ -38,14 +37,12 @@ _REFUSE = Route.REFUSE
 _DATA = Route.DATA
 
 
-class Front(ClientConnection):
+class Front(TunnelConnection):
     """One client connection."""
 
     __slots__ = (
-        "_active",
         "_arriving",
         "_begun",
-        "_deaf",
         "_error",
         "_fields",
         "_frame_bytes",
@@ -53,10 +50,7 @@ class Front(ClientConnection):
         "_head_since",
         "_last_read",
         "_parser",
-        "_queue",
         "_timer",
-        "_tunnel",
-        "_tunnel_early",
         "_url",
     )
 
@@ -70,22 +64,12 @@ class Front(ClientConnection):
         self._frame_bytes = 0
         self._last_read = 0.0
         self._arriving: Inbound | None = None
-        self._active: Inbound | None = None
-        self._queue: list[Inbound] = []
         self._error: FleetgateError | None = None
         self._begun = False
-        self._deaf = False
         self._timer: asyncio.TimerHandle | None = None
-        self._tunnel: Callable[[bytes], None] | None = None
-        self._tunnel_early: bytes | None = None
 
     def __repr__(self) -> str:
         return f"<Front {self.peer.decode('latin-1')} active={self._active!r} queued={len(self._queue)}>"
-
-    @property
-    def in_tunnel(self) -> bool:
-        """The connection carries another protocol."""
-        return self._tunnel is not None
 
     # The loop's side
 
@@ -359,42 +343,6 @@ class Front(ClientConnection):
         """The proxy stops: a connection without a request is closed, another one after its answer."""
         if self._active is None:
             self.close()
-
-    # WebSocket
-
-    def _upgrade(self, rest: bytes) -> None:
-        """The request asks for an upgrade.
-
-        Only a WebSocket that an engine accepts becomes a tunnel; bytes that follow any other kind are never read as a
-        request (CVE-2026-2833 in another proxy).
-        """
-        active = self._active
-        if active is None or self._queue:
-            # It was answered already, or waits behind another request: then it is answered like any other.
-            self._deaf = True
-            if active is None:
-                self.linger()
-        elif active.head.websocket:
-            self._tunnel_early = b""
-            self._early(rest)
-        else:
-            active.head.keep_alive = False
-            self._deaf = True
-
-    def _early(self, data: bytes) -> None:
-        assert self._tunnel_early is not None
-        self._tunnel_early += data
-        if len(self._tunnel_early) > self._server.plane.settings.stream_buffer:
-            self.pause_reading()
-
-    def open_tunnel(self, sink: Callable[[bytes], None]) -> None:
-        """Pass every further byte of the client to ``sink``."""
-        early = self._tunnel_early
-        self._tunnel_early = None
-        self._tunnel = sink
-        if early:
-            sink(early)
-        self.resume_reading()
 
     # Reading
 

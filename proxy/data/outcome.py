@@ -6,15 +6,51 @@ from typing import TYPE_CHECKING
 
 from proxy.core import routes
 from proxy.core.failures import Failure, Kind
-from proxy.core.retry import Facts
+from proxy.core.retry import Decision, Facts, decide
+from proxy.core.sse import EngineError
 from proxy.errors import EngineBroken, EngineTimeout, EngineUnreachable, FleetgateError, Overloaded
 
 if TYPE_CHECKING:
     from proxy.data.attempt import Attempt
     from proxy.data.exchange import Exchange
+    from proxy.data.head import Head
+    from proxy.data.plane import DataPlane
+    from proxy.fleet.engine import Engine
 
 RETRY_AFTER = 5
 """Seconds for Retry-After where no engine can take a request."""
+
+
+def failure_of(error: EngineError, head: Head) -> Failure:
+    """An error that an engine answered, as a failure of the attempt."""
+    assert error.kind is not None
+    asked = head.get(b"retry-after")
+    retry_after = float(asked) if asked is not None and asked.isdigit() else None
+    return Failure(error.kind, error.message or f"status {head.status}", retry_after)
+
+
+async def look_at(plane: DataPlane, engine: Engine, failure: Failure) -> tuple[bool, bool]:
+    """Whether the engine is dead, and whether it is paused: a 500 or a cut answer may mean either, or neither."""
+    watch = plane.watch
+    if failure.kind is Kind.CUT and (plane.gate.closed or await watch.is_paused(engine)):
+        return False, True
+    dead = await watch.is_dead(engine)
+    if dead:
+        watch.suspect(engine, failure.detail)
+    return dead, False
+
+
+def decision_for(exchange: Exchange, attempt: Attempt, failure: Failure, *, dead: bool, paused: bool) -> Decision:
+    """What happens next after a failed attempt; see `facts_of` for the arguments."""
+    plane = exchange.plane
+    return decide(
+        failure,
+        facts_of(exchange, attempt, dead=dead, paused=paused),
+        budget=plane.budget,
+        backoff=plane.backoff,
+        now=exchange.client.loop.time(),
+        max_wait=plane.settings.max_retry_after,
+    )
 
 
 def facts_of(exchange: Exchange, attempt: Attempt, *, dead: bool, paused: bool) -> Facts:

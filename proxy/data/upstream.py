@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from proxy.core.failures import Failure, Kind
-from proxy.data.connection import Connection, Head
+from proxy.data.connection import Connection
+from proxy.data.head import Head
 
 __all__ = ["Answer", "ConnectFailedError", "Connection", "FetchError", "Head", "Upstream"]
 

@@ -1,0 +1,113 @@
+"""An engine's answer goes to the client: the part of an `proxy.data.exchange.Exchange` after which nothing is mended.
+
+From the first byte on a failure can only be made visible: an error event in the route's own protocol, then the
+connection is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from proxy.core.failures import Failure, Kind
+from proxy.data.stages import Phase
+
+if TYPE_CHECKING:
+    from proxy.data.attempt import Attempt
+    from proxy.data.front import Front
+    from proxy.data.head import Head
+    from proxy.data.plane import DataPlane
+    from proxy.data.relay import Relay
+    from proxy.fleet.engine import Engine
+
+_ANSWERED = Phase.ANSWERED
+
+
+class Answering:
+    """What `Exchange` does with an answer, and its timer."""
+
+    __slots__ = ("_timer", "attempt", "body", "client", "last_engine", "phase", "plane", "relay")
+
+    plane: DataPlane
+    client: Front
+    relay: Relay
+    phase: Phase
+    body: list[bytes]
+    attempt: Attempt | None
+    last_engine: Engine | None
+    _timer: asyncio.TimerHandle | None
+
+    @abstractmethod
+    def _over(self, status: int) -> None:
+        """The request ends here."""
+
+    @abstractmethod
+    def crashed(self) -> None:
+        """A bug in the proxy: the request must end now."""
+
+    def relay_begins(self, head: Head, *, stream: bool, more: bool) -> None:
+        """An engine's answer goes to the client from here on, so the request will never be sent again.
+
+        Args:
+            head: its head.
+            stream: it is an event stream.
+            more: a piece of its body, or its end, follows in this turn of the loop.
+        """
+        self.phase = _ANSWERED
+        self.body = []
+        relay = self.relay
+        if relay.pinging and not (stream and head.status == 200):
+            # 200 went out with the first ping, so the engine's error can only be said as an event.
+            message = f"the engine answered status {head.status} after the request had been held"
+            relay.cut(message, code="engine_error", status=502)
+            self._over(head.status)
+            return
+        relay.stream = stream
+        relay.begin(head, more=more)
+
+    def finished(self) -> None:
+        """The engine's answer has gone out to its end."""
+        attempt = self.attempt
+        assert attempt is not None
+        assert attempt.head is not None
+        if not self.relay.whole():
+            self.broke_off(Failure(Kind.CUT, "the engine closed the connection inside its answer"))
+            return
+        self.relay.end()
+        if self.plane.outliers:
+            self.plane.outliers.succeeded(attempt.engine.id, self.client.loop.time())
+        self._over(attempt.head.status)
+
+    def broke_off(self, failure: Failure) -> None:
+        """The answer broke off after bytes went out: make it visible, never let it pass for a whole one."""
+        if self.client.in_tunnel:
+            self.client.cut(hard=True)
+        else:
+            name = self.last_engine.id if self.last_engine is not None else "?"
+            if self.last_engine is not None:
+                self.plane.broke(self.last_engine, failure)
+            self.relay.cut(f"engine {name} broke off its answer: {failure.detail}", code="engine_broken", status=502)
+        self._over(502)
+
+    def tunnel_closed(self) -> None:
+        """The engine closed a WebSocket's connection."""
+        self._over(101)
+        self.client.close()
+
+    def _set_timer(self, seconds: float, then: Callable[[], None]) -> None:
+        def strike() -> None:
+            self._timer = None
+            try:
+                then()
+            except Exception:
+                self.crashed()
+
+        self._cancel_timer()
+        self._timer = self.client.loop.call_later(seconds, strike)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
