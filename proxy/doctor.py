@@ -117,8 +117,8 @@ def doctor(
     else:
         console = Console(highlight=False)
         for each in engines:
-            console.print(render(each.url, each.findings))
-        console.print(render("all together", together))
+            console.print(render(each.url, each.findings), soft_wrap=True)
+        console.print(render("all together", together), soft_wrap=True)
     everything = [*together, *(finding for each in engines for finding in each.findings)]
     if any(finding.grade is Grade.FAIL for finding in everything):
         sys.exit(1)
