@@ -27,7 +27,7 @@ from proxy.data.upstream import Answer, FetchError
 from proxy.fleet.engine import Engine
 from proxy.fleet.pause_watch import PauseWatch
 from proxy.fleet.registry import Fleet
-from proxy.fleet.said import paused_of, version_of, world_size_of
+from proxy.fleet.said import nothing, paused_of, version_of, world_size_of
 from proxy.fleet.sentinel import Sentinel
 from proxy.tasks import spawn
 
@@ -292,10 +292,9 @@ class Prober:
         engine.successes = 0
         engine.last_error = why
         self._fleet.emit("probe", engine=engine.id, ok=False, seconds=0.0, error=why)
-        if not refused:
-            flowing = asyncio.get_running_loop().time() - engine.last_byte < FLOW_WINDOW and engine.last_byte > 0
-            if engine.failures < self._settings.probe_fall or flowing:
-                return
+        flowing = asyncio.get_running_loop().time() - engine.last_byte < FLOW_WINDOW and engine.last_byte > 0
+        if not refused and (engine.failures < self._settings.probe_fall or flowing):
+            return
         watched.sentinel.drop()
         if engine.state is not State.DOWN:
             engine.upstream.drop_idle()
@@ -314,7 +313,7 @@ class Prober:
         try:
             health = await watched.sentinel.ask("/health", timeout=self._settings.probe_timeout)
             # The engine core answers nothing while an update runs: its questions would only wait out their limit.
-            core = self._nothing if engine.busy else self._get
+            core = nothing if engine.busy else self._get
             weight, paused, metrics, size = await asyncio.gather(
                 core(engine, "/weight_info"),
                 core(engine, "/is_paused"),
@@ -393,10 +392,6 @@ class Prober:
         _log.warning("engine %s restarted: %s", engine.id, why)
         if self.on_restart is not None:
             self.on_restart(engine)
-
-    @staticmethod
-    async def _nothing(engine: Engine, target: str) -> Answer | None:  # noqa: ARG004 - stands in for `_get`
-        return None
 
     async def _get(self, engine: Engine, target: str) -> Answer | None:
         try:

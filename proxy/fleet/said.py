@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from proxy.data.upstream import Answer
+from proxy.fleet.engine import Engine
 
 
 def _fields(answer: Answer | None) -> dict[str, Any]:
@@ -35,3 +36,8 @@ def world_size_of(answer: Answer | None) -> int | None:
     """Workers of the server, from ``GET /get_world_size``."""
     size = _fields(answer).get("world_size")
     return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
+
+
+async def nothing(engine: Engine, target: str) -> Answer | None:  # noqa: ARG001 - stands in for a question
+    """What an engine says that is not asked."""
+    return None

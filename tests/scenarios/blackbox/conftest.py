@@ -96,3 +96,7 @@ async def states(http) -> dict[str, str]:
 @pytest.fixture
 def anyio_backend():
     return "asyncio"
+
+
+async def states_are(http, engine, state):
+    return (await states(http))[engine] == state
