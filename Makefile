@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 ENGINE_PYTHON := .engine/bin/python
 # `make test VLLM=0` leaves out what needs real vLLM (a 3.5 GB environment, made once).
 VLLM ?= 1
+# Processes that share the tests on simulated engines, which wait more than they compute.
+TEST_JOBS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: docs reference help setup engine model test unit contract scenarios check lint types format lock clean
+.PHONY: docs reference help setup engine model test test-sim test-vllm unit contract scenarios check lint types format lock clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -36,10 +38,20 @@ TEST_NEEDS :=
 PYTEST_VLLM := -m "not vllm"
 endif
 
-test: $(VENV)/.stamp $(TEST_NEEDS) lint types ## all checks and tests, those on real vLLM included
-	FLEETGATE_REQUIRE_VLLM=$(VLLM) $(BIN)/python -m pytest $(PYTEST_VLLM) --durations=15 || \
-		{ echo "What failed once more: a loaded machine can miss a limit. What fails twice is a failure."; \
-		FLEETGATE_REQUIRE_VLLM=$(VLLM) $(BIN)/python -m pytest $(PYTEST_VLLM) --last-failed --last-failed-no-failures none; }
+# The environment of real vLLM is made while the other tests run; those that need it come last, alone on the machine.
+test: $(VENV)/.stamp ## all checks and tests, those on real vLLM included
+	$(MAKE) -j2 --no-print-directory --output-sync=target $(TEST_NEEDS) test-sim
+	$(if $(TEST_NEEDS),$(MAKE) --no-print-directory test-vllm)
+
+# What failed is run once more, alone: a loaded machine can miss a limit. What fails twice is a failure.
+AGAIN := --last-failed --last-failed-no-failures none
+
+test-sim: $(VENV)/.stamp lint types
+	$(BIN)/python -m pytest -m "not vllm" -n $(TEST_JOBS) --durations=15 || $(BIN)/python -m pytest -m "not vllm" $(AGAIN)
+
+test-vllm: $(VENV)/.stamp $(TEST_NEEDS)
+	FLEETGATE_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m vllm --durations=15 || \
+		FLEETGATE_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m vllm $(AGAIN)
 
 unit: $(VENV)/.stamp ## the tests without I/O
 	$(BIN)/python -m pytest tests/unit
