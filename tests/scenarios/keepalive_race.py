@@ -17,7 +17,8 @@ from collections import Counter
 
 import uvloop
 
-from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes, close_when_idle, reply
+from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes
+from tests.tools.fault_scripts import close_when_idle, reply
 from tests.tools.process import proxy_process
 from tests.tools.rig import Client, post
 

@@ -12,7 +12,8 @@ import sys
 import aiohttp
 import uvloop
 
-from tests.tools.fault_engine import SSE_HEAD, FaultEngine, Request, Wire, chunk
+from tests.tools.fault_engine import FaultEngine, Request, Wire
+from tests.tools.fault_scripts import SSE_HEAD, chunk
 from tests.tools.process import ProxyProcess, proxy_process
 from tests.tools.rig import Client, eventually, post
 

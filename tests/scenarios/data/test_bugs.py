@@ -12,7 +12,8 @@ from proxy.data.attempt import Attempt
 from proxy.data.exchange import Exchange
 from proxy.data.relay import Relay
 from tests.scenarios.data import wire_forms as forms
-from tests.tools.fault_engine import SSE_HEAD, FaultEngine, answer_bytes, cut_after, echo, in_turn, reply, sse
+from tests.tools.fault_engine import FaultEngine, answer_bytes
+from tests.tools.fault_scripts import SSE_HEAD, cut_after, echo, in_turn, reply, sse
 from tests.tools.rig import Client, ask, eventually, get, post, proxy_for
 
 BODY = b'{"prompt":"x"}'

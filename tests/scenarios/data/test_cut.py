@@ -9,19 +9,8 @@ import random
 import aiohttp
 import pytest
 
-from tests.tools.fault_engine import (
-    SSE_HEAD,
-    FaultEngine,
-    Request,
-    Wire,
-    answer_bytes,
-    chunk,
-    chunked,
-    close_delimited,
-    cut_after,
-    reply,
-    sse,
-)
+from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes
+from tests.tools.fault_scripts import SSE_HEAD, chunk, chunked, close_delimited, cut_after, reply, sse
 from tests.tools.rig import Client, ask, post, proxy_for
 
 JSON = json.dumps({"id": "x", "choices": [{"text": "y" * 300, "token_ids": list(range(100))}]}).encode()

@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from tests.tools.fault_engine import FaultEngine, answer_bytes, chunked, close_delimited, cut_after, echo, reply
+from tests.tools.fault_engine import FaultEngine, answer_bytes
+from tests.tools.fault_scripts import chunked, close_delimited, cut_after, echo, reply
 from tests.tools.rig import Client, ask, get, post, proxy_for
 
 BODY = b'{"prompt":"x", "unknown_field": [1, 2.50, 1e5, "\\u00e9"],  "n":1}'

@@ -10,7 +10,8 @@ import pytest
 
 from proxy.app import App
 from tests.scenarios.data import wire_forms as forms
-from tests.tools.fault_engine import SSE_HEAD, FaultEngine, Request, Wire, chunk, cut_after, reply, silent, stream
+from tests.tools.fault_engine import FaultEngine, Request, Wire
+from tests.tools.fault_scripts import SSE_HEAD, chunk, cut_after, reply, silent, stream
 from tests.tools.rig import Client, eventually, get, post, proxy_for
 
 BODY = b'{"prompt":"x"}'

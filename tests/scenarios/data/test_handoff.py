@@ -12,7 +12,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.tools.fault_engine import SSE_HEAD, FaultEngine, Request, Wire, chunk, echo, silent, stream
+from tests.tools.fault_engine import FaultEngine, Request, Wire
+from tests.tools.fault_scripts import SSE_HEAD, chunk, echo, silent, stream
 from tests.tools.rig import Client, ask, eventually, get, post, proxy_for
 
 BODY = b'{"prompt":"x"}'

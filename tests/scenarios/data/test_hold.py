@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes, echo, reply, sse
+from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes
+from tests.tools.fault_scripts import echo, reply, sse
 from tests.tools.rig import Client, ask, eventually, get, post, proxy_for
 
 BODY = b'{"prompt":"x"}'

@@ -6,18 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.tools.fault_engine import (
-    SSE_HEAD,
-    FaultEngine,
-    Request,
-    Wire,
-    answer_bytes,
-    chunk,
-    echo,
-    reply,
-    silent,
-    stream,
-)
+from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes
+from tests.tools.fault_scripts import SSE_HEAD, chunk, echo, reply, silent, stream
 from tests.tools.rig import Client, ask, eventually, get, memory, post, proxy_for
 
 BODY = b'{"prompt":"x"}'

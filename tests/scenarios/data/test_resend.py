@@ -8,13 +8,9 @@ import time
 import pytest
 
 from tests.scenarios.data import wire_forms as forms
-from tests.tools.fault_engine import (
+from tests.tools.fault_engine import FaultEngine, Request, Script, Wire, answer_bytes
+from tests.tools.fault_scripts import (
     SSE_HEAD,
-    FaultEngine,
-    Request,
-    Script,
-    Wire,
-    answer_bytes,
     chunk,
     close_when_idle,
     cut_after,

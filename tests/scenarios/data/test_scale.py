@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from tests.tools.fault_engine import SSE_HEAD, FaultEngine, Request, Wire, answer_bytes, chunk
+from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes
+from tests.tools.fault_scripts import SSE_HEAD, chunk
 from tests.tools.rig import Client, ask, eventually, get, memory, post, proxy_for
 
 BODY = b'{"prompt":"' + b"x" * 500 + b'"}'

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.tools.fault_engine import FaultEngine, answer_bytes, echo, reply
+from tests.tools.fault_engine import FaultEngine, answer_bytes
+from tests.tools.fault_scripts import echo, reply
 from tests.tools.rig import Client, ask, post, proxy_for
 
 BODY = b'{"prompt":"x"}'

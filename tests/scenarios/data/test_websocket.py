@@ -9,7 +9,8 @@ import aiohttp
 import pytest
 from aiohttp import WSMsgType, web
 
-from tests.tools.fault_engine import FaultEngine, Request, Wire, echo
+from tests.tools.fault_engine import FaultEngine, Request, Wire
+from tests.tools.fault_scripts import echo
 from tests.tools.rig import Client, ask, eventually, get, proxy_for
 
 UPGRADE = (

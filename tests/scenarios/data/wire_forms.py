@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.tools.fault_engine import SSE_HEAD, answer_bytes, sse
+from tests.tools.fault_engine import answer_bytes
+from tests.tools.fault_scripts import SSE_HEAD, sse
 
 PAUSED = "Generation is paused. Please retry after it resumes."
 BUSY = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."

@@ -9,7 +9,8 @@ import pytest
 from proxy.fleet import dns as discovery
 from proxy.fleet.dns import AddressList, SrvList, dns_source
 from tests.tools.dns_server import NameServer, name_server
-from tests.tools.fault_engine import FaultEngine, answer_bytes, reply
+from tests.tools.fault_engine import FaultEngine, answer_bytes
+from tests.tools.fault_scripts import reply
 from tests.tools.rig import ask, eventually, post, proxy_for
 
 NAME = "_http._tcp.engines.rl.test"

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from proxy.app import App
-from tests.tools.fault_engine import FaultEngine, answer_bytes, reply
+from tests.tools.fault_engine import FaultEngine, answer_bytes
+from tests.tools.fault_scripts import reply
 from tests.tools.rig import eventually, proxy_for
 
 SECONDS = 60.0
