@@ -133,7 +133,8 @@ async def test_the_limit_by_time_and_the_deadline_of_a_request() -> None:
         assert got.status == 503
         assert got.field("X-Fleetgate-Error") == "hold_timeout"
         assert got.field("Retry-After")
-        assert time.monotonic() - began >= 0.1
+        # uvloop's clock counts whole milliseconds.
+        assert time.monotonic() - began > 0.098
         assert not long.done()
         assert (await long).status == 503
         assert time.monotonic() - began >= 0.4
