@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engine_launcher import guard
 from tests.scenarios.launcher.restart import Line, Report, done_by, until
 from tests.scenarios.launcher.stage import ENGINE_PYTHON, MODEL, Stage, stage
 
@@ -82,6 +83,8 @@ async def heals(
             at = time.monotonic()
             node, url = before["1"]
             victim = url.removeprefix("http://")
+            server = process_on(url.rpartition(":")[2])
+            orphans = {server, *guard.descendants(server)}
             await asyncio.to_thread(lose, cluster, node)
             report.lines.append(Line(0.0, f"node {node[:8]} with engine 1 ({victim}) is killed"))
             report.lines.append(
@@ -105,6 +108,8 @@ async def heals(
             if move.when > at and move.engine in (victim, heir):
                 report.lines.append(Line(move.when - at, f"the proxy: {move.engine} {move.state} ({move.reason})"))
         assert node != before["1"][0]
+        # The machine lives on, and nobody else would end what the node's engine had started.
+        await until(lambda: not orphans & set(guard.parents()), 30)
         fleet = await show.control.get("/fleet")
         assert sorted(each["id"] for each in fleet["engines"]) == sorted(show.ids())
         assert fleet["versions"] == dict.fromkeys(show.ids(), "step-2")
