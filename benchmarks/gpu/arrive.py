@@ -7,13 +7,13 @@ there must be, unpacks and installs. Everything lands in ``/tmp/gpu/site``, whic
 from __future__ import annotations
 
 import argparse
+import contextlib
 import lzma
 import shutil
 import subprocess
 import sys
 import tarfile
 import time
-import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -64,35 +64,16 @@ def unpack(name: str) -> str:
     return f"unpacked {name} in {time.monotonic() - started:.1f} s"
 
 
-def install(wheel: Path) -> None:
-    """A wheel is a zip; what pip would add (scripts, compiled bytes) nobody needs here."""
-    with zipfile.ZipFile(wheel) as opened:
-        for info in opened.infolist():
-            parts = info.filename.split("/")
-            if parts[0].endswith(".data"):
-                if parts[1] not in ("purelib", "platlib"):
-                    continue
-                parts = parts[2:]
-            if info.is_dir() or not parts:
-                continue
-            target = SITE.joinpath(*parts)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with opened.open(info) as source, target.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
-
-
 def finish() -> None:
     """Unpack all at once, each archive on a core of its own."""
     SITE.mkdir(parents=True, exist_ok=True)
+    # Every archive has files of vLLM's, and tarfile fails where another process makes the same folder at the same time.
+    with contextlib.suppress(FileExistsError):
+        (SITE / "vllm").mkdir()
     names = sorted({each.name.split(".tar.xz")[0] + ".tar.xz" for each in INBOX.glob("*.tar.xz*")})
-    wheels = sorted(INBOX.glob("*.whl"))
     with ProcessPoolExecutor(len(names) or 1) as pool:
-        running = [pool.submit(unpack, each) for each in names]
-        for each in wheels:
-            install(each)
-        print(f"installed {len(wheels)} wheels", flush=True)
-        for each in running:
-            print(each.result(), flush=True)
+        for each in pool.map(unpack, names):
+            print(each, flush=True)
     shutil.copyfile(Path(__file__).with_name("old_nccl.py"), SITE / "old_nccl.py")
     info = SITE / "fleetgate-0.1.0.dist-info"
     info.mkdir(exist_ok=True)

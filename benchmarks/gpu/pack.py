@@ -37,8 +37,6 @@ FILTERS: Final = [
 
 LARGEST: Final = "vllm/_C_stable_libtorch.abi3.so"
 FLASH: Final = "_vllm_fa3_C"
-MIXTURE: Final = "vllm/_moe_C_stable_libtorch.abi3.so"
-"""Kernels of mixtures of experts, which a dense model does without (vLLM imports them where they are): the last load."""
 
 THERE: Final = frozenset(
     [
@@ -130,24 +128,43 @@ def compress(members: list[zipfile.ZipInfo], wheel: zipfile.ZipFile, target: Pat
     part = target.with_suffix(".part")
     with lzma.open(part, "wb", filters=FILTERS) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
         for info in members:
-            entry = tarfile.TarInfo(info.filename)
-            entry.size = info.file_size
-            entry.mode = 0o755 if info.filename.endswith(".so") else 0o644
-            with wheel.open(info) as source:
-                tar.addfile(entry, source)
+            add(tar, wheel, info, info.filename)
+    part.rename(target)
+
+
+def add(tar: tarfile.TarFile, wheel: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> None:
+    """One file of a wheel."""
+    entry = tarfile.TarInfo(name)
+    entry.size = info.file_size
+    entry.mode = 0o755 if name.endswith(".so") else 0o644
+    with wheel.open(info) as source:
+        tar.addfile(entry, source)
+
+
+def pack_wheels(wheels: list[Path], target: Path) -> None:
+    """All wheels as one archive of what they install; of what pip would add (scripts, compiled bytes) nobody needs."""
+    part = target.with_suffix(".part")
+    with lzma.open(part, "wb", filters=FILTERS) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+        for each in wheels:
+            with zipfile.ZipFile(each) as wheel:
+                for info in wheel.infolist():
+                    parts = info.filename.split("/")
+                    if parts[0].endswith(".data"):
+                        parts = parts[2:] if parts[1] in ("purelib", "platlib") else []
+                    if parts and not info.is_dir():
+                        add(tar, wheel, info, "/".join(parts))
     part.rename(target)
 
 
 def pack_vllm(wheel_path: Path, work: Path) -> list[Path]:
-    """Four archives: the largest library, FlashAttention 3, the rest, and the kernels that can be done without."""
-    archives = [work / f"{each}.tar.xz" for each in ("library", "flash", "rest", "mixture")]
+    """Three archives: the largest library, FlashAttention 3, and the rest."""
+    archives = [work / f"{each}.tar.xz" for each in ("library", "flash", "rest")]
     with zipfile.ZipFile(wheel_path) as wheel:
-        parts: list[list[zipfile.ZipInfo]] = [[] for _ in archives]
+        parts: list[list[zipfile.ZipInfo]] = [[], [], []]
         for info in wheel.infolist():
             if info.is_dir() or DROPPED.match(info.filename):
                 continue
-            name = info.filename
-            which = 0 if name == LARGEST else 1 if FLASH in name else 3 if name == MIXTURE else 2
+            which = 0 if info.filename == LARGEST else 1 if FLASH in info.filename else 2
             parts[which].append(info)
         for archive, members in zip(archives, parts, strict=True):
             if not archive.exists():
@@ -164,8 +181,6 @@ def fill(pieces: list[Path], root: Path) -> list[Path]:
         shutil.rmtree(old)
     for piece in pieces:
         data = memoryview(piece.read_bytes())
-        if piece.suffix == ".whl" and len(data) > room:
-            room = 0
         index = 0
         while data:
             if not room:
@@ -195,15 +210,17 @@ def main() -> int:
     if not done.exists() or json.loads(done.read_text()) != pins:
         for old in wheels.iterdir():
             old.unlink()
+        (work / "wheels.tar.xz").unlink(missing_ok=True)
         download(pins, wheels)
         done.write_text(json.dumps(pins))
     vllm_wheel = args.vllm_wheel or next(iter(work.glob(f"vllm-{VLLM}-*.whl")), None)
     if vllm_wheel is None:
         download([f"vllm=={VLLM}"], work)
         vllm_wheel = next(iter(work.glob(f"vllm-{VLLM}-*.whl")))
-    library, flash, rest, mixture = pack_vllm(vllm_wheel, work)
-    ordered = sorted(wheels.iterdir(), key=lambda each: -each.stat().st_size)
-    loads = fill([library, rest, flash, *ordered, mixture], args.into)
+    bundle = work / "wheels.tar.xz"
+    if not bundle.exists():
+        pack_wheels(sorted(wheels.iterdir()), bundle)
+    loads = fill([*pack_vllm(vllm_wheel, work), bundle], args.into)
     print(f"{len(pins)} wheels")
     for each in loads:
         size = sum(one.stat().st_size for one in each.iterdir())

@@ -139,7 +139,6 @@ class Run:
     async def syncs(self) -> None:
         """(b) Both engines through one URL."""
         proxy, trainer = await self.fleet_trainer()
-        self.keep("check_before", await phases.check(self.stage, self.stage.urls, proxy, trainer, 0, "u1"))
         await self.rounds("syncs", self.stage.urls, proxy, trainer, self.modes)
 
     async def nccl(self) -> None:
@@ -167,7 +166,10 @@ class Run:
     async def probe(self, name: str, urls: list[str], to: Server, trainer: Any, seed: int, **how: bool) -> bool:
         """One group, one update, and whether every engine then has the trainer's weights."""
         joined = await trainer.ask("init", JOIN_LIMIT, url=to.url, **how)
+        control = Control(to.url, self.stage.session)
+        await control.post("/pause?mode=abort")  # which clears the cache of what the old weights made of the prompt
         sent = await trainer.ask("send", JOIN_LIMIT, seed=seed)
+        await control.post("/resume")
         version = (await Control(urls[0], self.stage.session).get("/weight_info"))["weight_version"]
         row = await phases.check(self.stage, urls, to, trainer, seed, version)
         row |= {"nccl_disabled": joined.get("disabled"), "send_seconds": sent["seconds"]}
