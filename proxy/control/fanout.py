@@ -1,7 +1,7 @@
 """One control call to many engines at once, each leg with a typed result.
 
 All legs start in the same turn of the loop, because init and update are collectives: an engine that is called late
-keeps every other one waiting. Each leg has a connection of its own and is never re-sent here.
+keeps every other one waiting. A leg that an engine must not get twice has a connection of its own and is never re-sent.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ async def fire(engine: Engine, shot: Shot) -> Leg:
             body=shot.body,
             timeout=shot.timeout,
             limit=ANSWER_LIMIT,
+            repeatable=shot.call.repeatable,
         )
     except FetchError as error:
         seconds = perf_counter() - started

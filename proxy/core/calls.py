@@ -97,6 +97,11 @@ class Call:
         """Whether a second one like the one that just ended gets that one's answer instead of a second fan-out."""
         return self.kind in ONCE
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether an engine may get it twice with no harm, so that it may go on a connection that was used before."""
+        return self.kind in REPEATABLE
+
 
 FREE: frozenset[Kind] = frozenset({Kind.RESUME, Kind.CHECK, Kind.ABORT, Kind.PLAIN, Kind.READ})
 """Calls that never wait behind another one."""
@@ -117,6 +122,9 @@ ONCE: frozenset[Kind] = frozenset(
 )
 """Calls that must not run twice because a client re-sent them: TRL re-sends on 500, 502 and 503, prime-rl on any 5xx
 and on lost connections, AReaL on anything but a 2xx."""
+
+
+REPEATABLE: frozenset[Kind] = frozenset({Kind.PAUSE, Kind.RESUME, Kind.PLAIN, Kind.READ, Kind.CHECK})
 
 
 def _table(*calls: Call) -> dict[str, Call]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -144,3 +146,63 @@ async def test_a_whole_exchange_and_its_limits() -> None:
     assert caught.value.failure.kind is Kind.BROKEN
     server.close()
     upstream.close()
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+@contextlib.asynccontextmanager
+async def serving(last_words: bytes) -> AsyncIterator[tuple[Upstream, list[int]]]:
+    """An engine that answers well, and writes ``last_words`` to the second request of a connection before it closes."""
+    connections: list[int] = []
+    talks: list[asyncio.Task[None] | None] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        talks.append(asyncio.current_task())
+        connections.append(0)
+        place = len(connections) - 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                connections[place] += 1
+                if place == 0 and connections[place] == 2:
+                    writer.write(last_words)
+                    break
+                writer.write(OK)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with server:
+        yield upstream, connections
+        upstream.close()
+        await asyncio.gather(*[task for task in talks if task is not None])
+
+
+async def test_what_may_be_repeated_goes_on_a_used_connection_and_again_on_a_new_one_if_that_is_dead() -> None:
+    async with serving(b"") as (upstream, connections):
+        for _ in range(2):
+            answer = await upstream.fetch("POST", "/pause", timeout=5, repeatable=True)
+            assert (answer.status, answer.body) == (200, b"ok")
+        # The second came to a connection that closed without a word, and was sent again.
+        assert connections == [2, 1]
+        assert upstream.take_idle(asyncio.get_running_loop().time()) is not None
+
+
+async def test_what_broke_inside_its_answer_is_not_sent_again() -> None:
+    async with serving(OK[:20]) as (upstream, connections):
+        await upstream.fetch("POST", "/pause", timeout=5, repeatable=True)
+        with pytest.raises(FetchError) as caught:
+            await upstream.fetch("POST", "/pause", timeout=5, repeatable=True)
+        assert caught.value.failure.kind is Kind.CUT
+        assert connections == [2]
+
+
+async def test_what_must_not_be_repeated_has_a_connection_of_its_own() -> None:
+    async with serving(b"") as (upstream, connections):
+        await upstream.fetch("POST", "/pause", timeout=5, repeatable=True)
+        await upstream.fetch("POST", "/start_weight_update", timeout=5)
+        await upstream.fetch("POST", "/start_weight_update", timeout=5)
+        assert connections == [1, 1, 1]
