@@ -29,6 +29,9 @@ ENTRY_POINTS: Final = (
     "fleetgate_old_nccl = old_nccl:register\n"
 )
 
+UNPACK_TRIES: Final = 5
+"""tarfile fails where another process makes the same folder at the same time, and all archives have files of vLLM's."""
+
 
 class Joined:
     """The pieces of an archive, read as one file."""
@@ -43,8 +46,13 @@ class Joined:
             following = next(self._left, None)
             if following is None:
                 return b""
+            self._current.close()
             self._current = following.open("rb")
         return data
+
+    def close(self) -> None:
+        """Close the piece that is read."""
+        self._current.close()
 
 
 def take(load: Path) -> None:
@@ -59,17 +67,24 @@ def unpack(name: str) -> str:
     """One archive into the site; returns what it took."""
     started = time.monotonic()
     pieces = sorted(INBOX.glob(f"{name}*"))
-    with lzma.open(Joined(pieces)) as source, tarfile.open(fileobj=source, mode="r|") as tar:  # type: ignore[call-overload]
-        tar.extractall(SITE, filter="data")
+    for tries in range(UNPACK_TRIES):
+        with (
+            contextlib.closing(Joined(pieces)) as joined,
+            lzma.open(joined) as source,  # type: ignore[call-overload]
+            tarfile.open(fileobj=source, mode="r|") as tar,
+        ):
+            try:
+                tar.extractall(SITE, filter="data")
+                break
+            except FileExistsError:
+                if tries == UNPACK_TRIES - 1:
+                    raise
     return f"unpacked {name} in {time.monotonic() - started:.1f} s"
 
 
 def finish() -> None:
     """Unpack all at once, each archive on a core of its own."""
     SITE.mkdir(parents=True, exist_ok=True)
-    # Every archive has files of vLLM's, and tarfile fails where another process makes the same folder at the same time.
-    with contextlib.suppress(FileExistsError):
-        (SITE / "vllm").mkdir()
     names = sorted({each.name.split(".tar.xz")[0] + ".tar.xz" for each in INBOX.glob("*.tar.xz*")})
     with ProcessPoolExecutor(len(names) or 1) as pool:
         for each in pool.map(unpack, names):
