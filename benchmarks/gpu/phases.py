@@ -15,6 +15,9 @@ WINDOW: Final = 10.0
 """Seconds of one cell of the throughput table."""
 MANY: Final = 1024
 """Rollouts in flight above which all takes twice as long: each runs slower, and the window must see whole ones."""
+STEADY: Final = 60.0
+"""Seconds until who came first no longer matters where more than `MANY` share engines that are behind: the straight half
+joins their queues a second before the proxy's, and waits keep that order for several rollouts (see behind.py)."""
 
 GOOD: Final = ("length", "stop")
 
@@ -126,19 +129,19 @@ async def paired(stage: Stage, save: Any) -> list[dict[str, Any]]:
     await warm(stage)
     urls = [each for engine in stage.urls for each in (engine, proxy.url)]
     for concurrency in options.in_flight:
-        longer = 2.0 if concurrency > MANY else 1.0
+        ramp, window = (STEADY, STEADY) if concurrency > MANY else (RAMP, 1.5 * WINDOW)
         for stream in options.forms:
             load = Load()
             clients = options.clients * (2 if concurrency > MANY else 1)
             try:
                 await load.start(urls, concurrency, clients, 23, stream=stream, model=MODEL)
                 async with Counters(stage.urls, stage.session) as counters:
-                    await asyncio.sleep(RAMP * longer * options.scale)
+                    await asyncio.sleep(ramp * options.scale)
                     start = time.time()
                     watched = {each.name: each.process.pid for each in (*stage.engines, proxy) if each.process}
                     watched |= {f"client {index}": each.pid for index, each in enumerate(load.processes)}
                     before = {name: cpu_seconds(pid) for name, pid in watched.items()}
-                    await asyncio.sleep(1.5 * WINDOW * longer * options.scale)
+                    await asyncio.sleep(window * options.scale)
                     end = time.time()
                     cores = {name: (cpu_seconds(pid) - before[name]) / (end - start) for name, pid in watched.items()}
                     await asyncio.sleep(0.6)
