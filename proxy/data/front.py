@@ -15,6 +15,7 @@ import httptools
 
 from proxy.core.framing import inspect
 from proxy.core.paths import Route
+from proxy.core.repeats import Repeats
 from proxy.data.exchange import Exchange
 from proxy.data.inbound import Inbound
 from proxy.data.replies import error_answer
@@ -50,6 +51,7 @@ class Front(TunnelConnection):
         "_head_since",
         "_last_read",
         "_parser",
+        "_repeats",
         "_timer",
         "_url",
     )
@@ -57,6 +59,7 @@ class Front(TunnelConnection):
     def __init__(self, server: Server) -> None:
         super().__init__(server)
         self._parser = httptools.HttpRequestParser(self)
+        self._repeats = Repeats(server.plane.limits)
         self._url = b""
         self._fields: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
@@ -189,15 +192,13 @@ class Front(TunnelConnection):
         server = self._server
         parser = self._parser
         url, self._url = self._url, b""
-        head = inspect(
-            parser.get_method(),
-            url,
-            parser.get_http_version(),
-            self._fields,
-            limits=server.plane.limits,
-            session_headers=server.plane.session_headers,
-        )
-        self._fields = []
+        fields, self._fields = self._fields, []
+        method, version = parser.get_method(), parser.get_http_version()
+        head = self._repeats.find(method, url, version, fields)
+        if head is None:
+            plane = server.plane
+            head = inspect(method, url, version, fields, limits=plane.limits, session_headers=plane.session_headers)
+            self._repeats.keep(method, url, version, fields, head)
         self._head_since = 0.0
         self._head_bytes = self._frame_bytes = 0
         if head.via is not None and server.plane.name in head.via:

@@ -13,6 +13,18 @@ if TYPE_CHECKING:
 def field_lines(exchange: Exchange) -> bytes:
     """All header lines but Host and framing; the same for every attempt.
 
+    Those that do not tell one request from the next are written once for heads that repeat (`proxy.core.repeats`).
+    """
+    head = exchange.head
+    lines = head.lines or _lines(exchange)
+    if exchange.plane.spans is None:
+        head.lines = lines
+    return lines if head.request_id else b"%bX-Request-Id: %b\r\n" % (lines, exchange.id_bytes)
+
+
+def _lines(exchange: Exchange) -> bytes:
+    """The client's end-to-end fields, then the proxy's own.
+
     Forwarding fields are kept from trusted peers only (`trusted_proxies`) and appended to; ``Via`` is a must for a
     gateway (RFC 9110 section 7.6.3).
     """
@@ -27,8 +39,6 @@ def field_lines(exchange: Exchange) -> bytes:
         authorized = any(name.lower() == b"authorization" for name, _ in fields)
     for name, value in fields:
         parts += (name, b": ", value, b"\r\n")
-    if not head.request_id:
-        parts += (b"X-Request-Id: ", exchange.id_bytes, b"\r\n")
     if not authorized and plane.engine_authorization:
         parts.append(plane.engine_authorization)
     peer = exchange.client.peer
