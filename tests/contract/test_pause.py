@@ -25,7 +25,7 @@ from .traffic import (
     sent,
     token_ids,
 )
-from .wire import Connection
+from .wire import Answer, Connection
 
 PAUSED = "Generation is paused. Please retry after it resumes."
 NAMES = [dialect.name for dialect in DIALECTS]
@@ -163,16 +163,28 @@ async def test_wait_rejects_while_it_waits(engine: Target) -> None:
     assert refused.json()["error"]["message"] == PAUSED
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("dialect", CHOICES, ids=lambda dialect: dialect.name)
-async def test_frozen_request_carries_two_versions(engine: Target, dialect: Dialect, stream: bool) -> None:
+async def frozen(engine: Target, dialect: Dialect, *, stream: bool) -> Answer | None:
+    """The answer to a request that was frozen across a new label; None if it ended before the pause came."""
     async with running(engine, dialect, stream=stream) as request:
         async with paused(engine, "keep"):
-            assert not request.done()
+            if request.done():
+                return None
             answer = await engine.post("/update_weight_version", {"new_version": "after"})
             assert answer.json() == {"success": True, "new_version": "after"}
         answer = await request
     await engine.post("/update_weight_version", {"new_version": "default"})
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("dialect", CHOICES, ids=lambda dialect: dialect.name)
+async def test_frozen_request_carries_two_versions(engine: Target, dialect: Dialect, stream: bool) -> None:
+    # The first pause of a real server, or one on a busy machine, can take longer than a request: try again.
+    for _ in range(4):
+        answer = await frozen(engine, dialect, stream=stream)
+        if answer is not None:
+            break
+    assert answer is not None
     first, second = last_choice(answer)["weight_versions"]
     assert (first["version"], first["start"]) == ("default", 0)
     assert (second["version"], second["end"]) == ("after", LONG)
