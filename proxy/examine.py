@@ -13,13 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
-from typing import Any
-
-import orjson
 
 from proxy.config import Settings
 from proxy.core.identity import start_time
 from proxy.data.upstream import Answer, FetchError, Upstream
+from proxy.fleet.said import fields_of
 
 TIMEOUT = 5.0
 """Seconds for one answer. A healthy server answers these in milliseconds; one that loads a model, in seconds."""
@@ -124,7 +122,7 @@ class Examiner:
         server, models, weights = await asyncio.gather(
             self._ask("GET", "/version"), self._ask("GET", "/v1/models"), self._ask("GET", "/weight_info")
         )
-        listed = _json(models).get("data")
+        listed = fields_of(models).get("data")
         names = (
             tuple(str(item.get("id")) for item in listed if isinstance(item, dict))
             if isinstance(listed, list)
@@ -132,7 +130,7 @@ class Examiner:
         )
         if models is not None and models.status == 401:
             names = None
-        return _text(_json(server).get("version")), names, _text(_json(weights).get("weight_version"))
+        return _text(fields_of(server).get("version")), names, _text(fields_of(weights).get("weight_version"))
 
     async def reach(self) -> tuple[Finding, Answer | None]:
         """``GET /health``."""
@@ -174,7 +172,7 @@ class Examiner:
         """The RL routes exist."""
         answer = await self._ask("GET", "/weight_info")
         if answer is not None and answer.status == 200:
-            return Finding("dev-mode", Grade.OK, f"weights {_json(answer).get('weight_version')!r}")
+            return Finding("dev-mode", Grade.OK, f"weights {fields_of(answer).get('weight_version')!r}")
         seen = "no answer" if answer is None else str(answer.status)
         fix = "start it with VLLM_SERVER_DEV_MODE=1; without, it gets requests but no pause and no weights"
         return Finding("dev-mode", Grade.FAIL, f"/weight_info: {seen}", fix)
@@ -182,9 +180,9 @@ class Examiner:
     async def paused(self) -> Finding:
         """Nobody left it paused or asleep."""
         paused, asleep = await asyncio.gather(self._ask("GET", "/is_paused"), self._ask("GET", "/is_sleeping"))
-        if _json(paused).get("is_paused") is True:
+        if fields_of(paused).get("is_paused") is True:
             return Finding("awake", Grade.WARN, "generation is paused", "POST /resume to it, or through the proxy")
-        if _json(asleep).get("is_sleeping") is True:
+        if fields_of(asleep).get("is_sleeping") is True:
             return Finding("awake", Grade.WARN, "it sleeps", "POST /wake_up to it, or through the proxy")
         return Finding("awake", Grade.OK, "neither paused nor asleep")
 
@@ -201,7 +199,7 @@ class Examiner:
 
     async def world_size(self) -> Finding:
         """Workers, for the ranks of a transfer group."""
-        size = _json(await self._ask("GET", "/get_world_size")).get("world_size")
+        size = fields_of(await self._ask("GET", "/get_world_size")).get("world_size")
         if isinstance(size, int):
             return Finding("world-size", Grade.OK, f"{size} worker{'s' if size != 1 else ''}")
         return Finding(
@@ -273,16 +271,6 @@ class Examiner:
             return Finding("clock", Grade.OK, "agrees with this machine's")
         way = "ahead of" if skew > 0 else "behind"
         return Finding("clock", Grade.WARN, f"{abs(skew):.0f} s {way} this machine's", "set both by NTP")
-
-
-def _json(answer: Answer | None) -> dict[str, Any]:
-    if answer is None or answer.status != 200:
-        return {}
-    try:
-        data = orjson.loads(answer.body)
-    except orjson.JSONDecodeError:
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 def _text(value: object) -> str | None:

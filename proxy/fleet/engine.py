@@ -116,6 +116,11 @@ class Engine:
         """Whether it answered lately: a control call goes to it."""
         return self.state in (State.READY, State.DRAINING, State.FENCED)
 
+    @property
+    def whole_weight(self) -> float:
+        """Its share of the load by size: the workers that it has, one where that is not known."""
+        return float(self.world_size or 1)
+
     def taint(self) -> None:
         """Its weights may be anything now; earlier comparisons of checksums are void."""
         self.tainted = True

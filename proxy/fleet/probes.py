@@ -361,7 +361,7 @@ class Prober:
         watched.refused = False
         engine.start_time = now.start_time if now.start_time is not None else engine.start_time
         engine.world_size = now.world_size if now.world_size is not None else engine.world_size
-        engine.weight = float(engine.world_size or 1)
+        engine.weight = engine.whole_weight
         if now.plain is not None:
             engine.plain = now.plain
             engine.was_rl = engine.was_rl or not now.plain

@@ -49,7 +49,7 @@ class Ramps:
             self._weigh(self._fleet.engines[details["engine"]])
 
     def _weigh(self, engine: Engine) -> None:
-        engine.weight = float(engine.world_size or 1) * self._rule.share(engine.id, self._fleet.clock())
+        engine.weight = engine.whole_weight * self._rule.share(engine.id, self._fleet.clock())
 
     def _later(self) -> None:
         if self._timer is None:
@@ -60,7 +60,7 @@ class Ramps:
         self._timer = None
         for engine_id, share in self._rule.shares(self._fleet.clock()).items():
             engine = self._fleet.engines[engine_id]
-            engine.weight = float(engine.world_size or 1) * share
+            engine.weight = engine.whole_weight * share
         self._fleet.refresh()
         if self._rule:
             self._later()

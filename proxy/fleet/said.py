@@ -10,7 +10,8 @@ from proxy.data.upstream import Answer
 from proxy.fleet.engine import Engine
 
 
-def _fields(answer: Answer | None) -> dict[str, Any]:
+def fields_of(answer: Answer | None) -> dict[str, Any]:
+    """The fields of a JSON object that was answered with 200; none of anything else."""
     if answer is None or answer.status != 200:
         return {}
     try:
@@ -22,19 +23,19 @@ def _fields(answer: Answer | None) -> dict[str, Any]:
 
 def version_of(answer: Answer | None) -> str | None:
     """The label in an answer of ``GET /weight_info``."""
-    version = _fields(answer).get("weight_version")
+    version = fields_of(answer).get("weight_version")
     return None if version is None else str(version)
 
 
 def paused_of(answer: Answer | None) -> bool | None:
     """Whether generation is paused, from ``GET /is_paused``."""
-    paused = _fields(answer).get("is_paused")
+    paused = fields_of(answer).get("is_paused")
     return paused if isinstance(paused, bool) else None
 
 
 def world_size_of(answer: Answer | None) -> int | None:
     """Workers of the server, from ``GET /get_world_size``."""
-    size = _fields(answer).get("world_size")
+    size = fields_of(answer).get("world_size")
     return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
 
 

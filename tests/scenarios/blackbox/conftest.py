@@ -6,8 +6,11 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.scenarios.blackbox.engine import Engine
+
+JSON = {"Content-Type": "application/json"}
 
 
 class Proxy:
@@ -100,3 +103,15 @@ def anyio_backend():
 
 async def states_are(http, engine, state):
     return (await states(http))[engine] == state
+
+
+def answer(status, body):
+    async def handler(engine, request):
+        return web.json_response(body, status=status)
+
+    return handler
+
+
+async def complete(http, **headers):
+    async with http.post("/v1/completions", json={"prompt": "p"}, headers=headers) as reply:
+        return reply.status, await reply.json(), reply.headers

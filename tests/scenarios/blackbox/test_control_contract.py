@@ -4,24 +4,9 @@ import asyncio
 import json
 
 import pytest
-from aiohttp import web
 
-from tests.scenarios.blackbox.conftest import fleet, states, states_are, until
+from tests.scenarios.blackbox.conftest import JSON, answer, complete, fleet, states, states_are, until
 from tests.scenarios.blackbox.engine import Engine
-
-JSON = {"Content-Type": "application/json"}
-
-
-def answer(status, body):
-    async def handler(engine, request):
-        return web.json_response(body, status=status)
-
-    return handler
-
-
-async def complete(http, **headers):
-    async with http.post("/v1/completions", json={"prompt": "p"}, headers=headers) as reply:
-        return reply.status, await reply.json(), reply.headers
 
 
 @pytest.mark.parametrize(

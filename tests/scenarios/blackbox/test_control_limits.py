@@ -6,22 +6,8 @@ import json
 import pytest
 from aiohttp import web
 
-from tests.scenarios.blackbox.conftest import fleet, states, states_are, until
+from tests.scenarios.blackbox.conftest import answer, complete, fleet, states, states_are, until
 from tests.scenarios.blackbox.engine import Engine
-
-JSON = {"Content-Type": "application/json"}
-
-
-def answer(status, body):
-    async def handler(engine, request):
-        return web.json_response(body, status=status)
-
-    return handler
-
-
-async def complete(http, **headers):
-    async with http.post("/v1/completions", json={"prompt": "p"}, headers=headers) as reply:
-        return reply.status, await reply.json(), reply.headers
 
 
 async def test_m2n_is_refused_for_several_engines():
@@ -131,7 +117,7 @@ async def test_majority_decides_at_start_and_a_tie_fences_all():
 async def test_a_restarted_proxy_goes_on_paused():
     import aiohttp
 
-    from tests.scenarios.blackbox.conftest import ready, run_proxy
+    from tests.scenarios.blackbox.conftest import complete, ready, run_proxy
 
     engines = [await Engine(str(i), version="v3").start() for i in range(2)]
     flags = [flag for engine in engines for flag in ("--engine", engine.url)]
