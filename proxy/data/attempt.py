@@ -55,6 +55,7 @@ class Attempt:
         "_stream",
         "_task",
         "_timer",
+        "boot",
         "conn",
         "engine",
         "exchange",
@@ -81,6 +82,7 @@ class Attempt:
         self._broken: Failure | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.boot = engine.boot
         engine.inflight += 1
 
     def __repr__(self) -> str:
@@ -312,7 +314,7 @@ class Attempt:
     async def _judge(self, failure: Failure) -> None:
         exchange = self.exchange
         try:
-            dead, paused = await look_at(exchange.plane, self.engine, failure)
+            dead, paused = await look_at(exchange.plane, self, failure)
             self._task = None
             if self.stage is _JUDGING:
                 exchange.failed(self, failure, dead=dead, paused=paused)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from proxy.data.exchange import Exchange
     from proxy.data.head import Head
     from proxy.data.plane import DataPlane
-    from proxy.fleet.engine import Engine
 
 RETRY_AFTER = 5
 """Seconds for Retry-After where no engine can take a request."""
@@ -29,15 +28,19 @@ def failure_of(error: EngineError, head: Head) -> Failure:
     return Failure(error.kind, error.message or f"status {head.status}", retry_after)
 
 
-async def look_at(plane: DataPlane, engine: Engine, failure: Failure) -> tuple[bool, bool]:
-    """Whether the engine is dead, and whether it is paused: a 500 or a cut answer may mean either, or neither."""
+async def look_at(plane: DataPlane, attempt: Attempt, failure: Failure) -> tuple[bool, bool]:
+    """Whether the engine is dead, and whether it is paused: a 500 or a cut answer may mean either, or neither.
+
+    An engine that is well but was started again since the attempt began counts as dead: another process answered.
+    """
     watch = plane.watch
+    engine = attempt.engine
     if failure.kind is Kind.CUT and (plane.gate.closed or await watch.is_paused(engine)):
         return False, True
     dead = await watch.is_dead(engine)
     if dead:
         watch.suspect(engine, failure.detail)
-    return dead, False
+    return dead or engine.boot != attempt.boot, False
 
 
 def decision_for(exchange: Exchange, attempt: Attempt, failure: Failure, *, dead: bool, paused: bool) -> Decision:

@@ -144,10 +144,13 @@ class Prober:
         except FetchError:
             self.suspect(engine, "it does not answer /health")
             return True
-        if answer.status == 200:
-            return False
-        self.suspect(engine, f"/health answers {answer.status}")
-        return True
+        if answer.status != 200:
+            self.suspect(engine, f"/health answers {answer.status}")
+            return True
+        if engine.suspect:
+            # It may be another process that is well: `engine.boot` tells as soon as that is known.
+            await self.identify(engine)
+        return False
 
     async def is_same(self, engine: Engine) -> bool:
         """Whether the process that answers now is the one that is known; one that shows no start time is trusted."""

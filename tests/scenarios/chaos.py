@@ -33,6 +33,8 @@ TOKENS_PER_SECOND = 60
 """Of one sequence: slow enough that most faults strike inside an answer."""
 LONGEST = 160
 """Tokens of the longest rollout."""
+ATTEMPTS = 50
+"""Of one request. With engines that fail every second or two some unlucky request meets the usual limit of six."""
 GROWTH = 24 << 20
 """Bytes by which the proxy's memory may have grown since the first quarter of the run."""
 STUCK = 120.0
@@ -205,7 +207,7 @@ async def chaos(seed: int, rollouts: int) -> int:
         limits = aiohttp.ClientTimeout(total=None)
         async with (
             EngineFleet(spec) as fleet,
-            proxy_process(*fleet.urls, probe_interval=0.5) as proxy,
+            proxy_process(*fleet.urls, probe_interval=0.5, max_attempts=ATTEMPTS) as proxy,
             aiohttp.ClientSession(timeout=limits) as session,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as users,
         ):

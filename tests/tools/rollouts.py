@@ -74,7 +74,8 @@ class Rollout:
                 return Outcome(Verdict.BROKEN, f"{type(error).__name__} after {len(data)} bytes")
             return Outcome(Verdict.REFUSED, f"{type(error).__name__}: {error}")
         if status != 200:
-            return Outcome(Verdict.REFUSED, f"{status}: {bytes(data[:300])!r}")
+            tries = answer.headers.get("X-Fleetgate-Attempts", "?")
+            return Outcome(Verdict.REFUSED, f"{status} after {tries} attempts: {bytes(data[:300])!r}")
         try:
             text, ended, error_seen = read_stream(self.path, data) if self.stream else read_json(self.path, data)
         except (ValueError, KeyError, IndexError, TypeError) as error:

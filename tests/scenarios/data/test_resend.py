@@ -226,6 +226,18 @@ async def test_a_500_of_a_dead_engine_is_sent_again_and_that_of_a_live_one_is_pa
                 assert not any(b"error" in one.body for one in after)
 
 
+async def test_a_500_of_a_process_that_was_replaced_meanwhile_is_sent_again() -> None:
+    failed = answer_bytes(500, forms.error(forms.FAILED, "InternalServerError", 500))
+
+    async def fail_and_be_replaced(wire: Wire, request: Request) -> None:
+        await wire.send(failed)
+        app.fleet.engines[engine.id].boot += 1  # what the prober does when the process that answers is another one
+
+    async with FaultEngine(in_turn(fail_and_be_replaced, reply(GOOD))) as engine, proxy_for(engine) as app:
+        got = await ask(app.url, post("/v1/completions", BODY))
+        assert (got.status, len(engine.requests)) == (200, 2)
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429])
 async def test_4xx_is_passed_on_and_is_no_strike(status: int) -> None:
     body = forms.error("about the request: generation is paused", "BadRequestError", status)
