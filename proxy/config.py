@@ -209,6 +209,12 @@ class Settings(BaseSettings):
         30.0, ge=0, description="Seconds that an engine is down until requests it has are given up; 0: never."
     )
     max_inflight: int = Field(0, ge=0, description="Requests at one engine at once; 0: no limit.")
+    flood_window: float = Field(
+        0.001,
+        ge=0,
+        le=0.1,
+        description="Seconds within which pieces of a stream that come faster than this leave together; 0: never.",
+    )
     peek_limit: int = Field(64 << 10, ge=1024, description="Bytes of a first event or error body looked at.")
     response_header_limit: int = Field(64 << 10, ge=1024, description="Bytes of an engine's response head.")
 

@@ -223,14 +223,13 @@ class Attempt:
         conn = self.conn
         self._relay_head(head, more=conn is not None and conn.has_more)
 
-    def on_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes, more: bool) -> None:
         """A piece of the engine's answer."""
         exchange = self.exchange
-        self.heard = self.engine.last_byte = exchange.client.loop.time()
+        self.heard = self.engine.last_byte = now = exchange.client.loop.time()
         stage = self.stage
         if stage is _RELAYING:
-            conn = self.conn
-            exchange.relay.data(data, more=conn is not None and conn.has_more)
+            exchange.relay.data(data, now, more)
         elif stage is _PEEKING:
             peek = self.peek
             assert peek is not None
@@ -332,12 +331,10 @@ class Attempt:
         self.peek = None
         whole = self._ended or self._broken is not None or (self.conn is not None and self.conn.has_more)
         self._relay_head(head, more=whole or bool(pending))
-        last = len(pending) - 1
-        for place, data in enumerate(pending):
-            if self.stage is _RELAYING:
-                self.exchange.relay.data(data, more=whole or place < last)
         if self.stage is not _RELAYING:
             return
+        if pending:
+            self.exchange.relay.data(b"".join(pending), self.heard, whole)
         if self._broken is not None:
             self.exchange.broke_off(self._broken)
         elif self._ended:

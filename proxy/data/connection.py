@@ -47,6 +47,7 @@ class Connection(asyncio.Protocol):
         "_bodyless",
         "_complete",
         "_dirty",
+        "_end",
         "_fields",
         "_head",
         "_head_bytes",
@@ -59,6 +60,7 @@ class Connection(asyncio.Protocol):
         "closed",
         "dedicated",
         "idle_since",
+        "on_body",
         "receiver",
         "request_open",
         "reused",
@@ -79,17 +81,21 @@ class Connection(asyncio.Protocol):
         self.tunnel: Callable[[bytes], None] | None = None
         self._reading = True
         self._poller: select.poll | None = None
+        self._body: list[bytes] = []
+        self.on_body = self._body.append
+        """httptools calls it with each piece of a body: a function of C, so that a small chunk runs no Python."""
         self._parser = httptools.HttpResponseParser(self)
         self._reset()
 
     def _reset(self) -> None:
         self._fields: Headers = []
         self._reason = b""
-        self._body: list[bytes] = []
+        self._body.clear()
         self._head: Head | None = None
         self._head_bytes = 0
         self._head_done = False
         self._complete = False
+        self._end = 0
         self._dirty = False
         self._bodyless = False
         self._refused = ""
@@ -140,7 +146,7 @@ class Connection(asyncio.Protocol):
         """An answer that is delimited by the end of the connection ends here (RFC 9112 section 6.3)."""
         head = self._head
         if head is not None and self.receiver is not None and head.length is None and not head.chunked:
-            self._complete = True
+            self._finish()
             self._dirty = True
             self._deliver()
         return False
@@ -157,12 +163,13 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse, then deliver what this read brought in one go."""
-        if self.tunnel is not None:
-            self.tunnel(data)
-            return
-        if self.receiver is None:
+        receiver = self.receiver
+        if receiver is None:
             # Nobody asked: these bytes must never become the next request's answer.
             self.abort()
+            return
+        if self.tunnel is not None:
+            self.tunnel(data)
             return
         if not self._head_done:
             self._head_bytes += len(data)
@@ -177,6 +184,17 @@ class Connection(asyncio.Protocol):
             else:
                 self._fail(Failure(Kind.BROKEN, f"not a valid HTTP answer: {error}"))
                 return
+        if self._head_bytes < 0 and not self._complete:
+            # In the middle of an answer, as most of what is ever read.
+            parts = self._body
+            if parts:
+                piece = b"".join(parts)
+                parts.clear()
+                try:
+                    receiver.on_data(piece, False)
+                except Exception:
+                    self._crashed(receiver)
+            return
         if self._refused:
             self._fail(Failure(Kind.BROKEN, self._refused))
             return
@@ -217,7 +235,7 @@ class Connection(asyncio.Protocol):
             self._refused = f"the answer has the transfer coding {coding[:64]!r}, which was not asked for"
         if self._bodyless and length != 0 and status not in (204, 304):
             # llhttp cannot be told that an answer to HEAD has no body, so this connection ends with it.
-            self._complete = True
+            self._finish()
             self._dirty = True
         if length is None and (self._bodyless or status in (204, 304)):
             length = 0
@@ -225,18 +243,19 @@ class Connection(asyncio.Protocol):
             status, self._reason, self._fields, length, coding is not None, self._parser.should_keep_alive(), said
         )
 
-    def on_body(self, data: bytes) -> None:
-        """A piece of the body."""
-        if not self._complete:
-            self._body.append(data)
-
     def on_message_complete(self) -> None:
         """The end, unless it was an interim answer."""
         if self._head_done:
-            self._complete = True
+            self._finish()
         else:
             self._fields = []
             self._reason = b""
+
+    def _finish(self) -> None:
+        """The answer is whole: pieces of a body that follow are not its own."""
+        if not self._complete:
+            self._complete = True
+            self._end = len(self._body)
 
     # Our side
 
@@ -244,6 +263,11 @@ class Connection(asyncio.Protocol):
     def has_more(self) -> bool:
         """Inside a receiver's event: whether another one follows in the same turn of the loop."""
         return self._complete or bool(self._body)
+
+    def _crashed(self, receiver: Receiver) -> None:
+        self.receiver = None
+        self.abort()
+        receiver.on_crash()
 
     def _deliver(self) -> None:
         receiver = self.receiver
@@ -254,18 +278,18 @@ class Connection(asyncio.Protocol):
             if head is not None and self._head_bytes > 0:
                 self._head_bytes = -1
                 receiver.on_head(head)
+            if self._complete:
+                del self._body[self._end :]
             if self._body and self.receiver is receiver:
-                parts = self._body
-                self._body = []
-                receiver.on_data(parts[0] if len(parts) == 1 else b"".join(parts))
+                data = b"".join(self._body)
+                self._body.clear()
+                receiver.on_data(data, self._complete)
             if self._complete and self.receiver is receiver:
                 self.receiver = None
                 self._release()
                 receiver.on_end()
         except Exception:
-            self.receiver = None
-            self.abort()
-            receiver.on_crash()
+            self._crashed(receiver)
 
     def _release(self) -> None:
         """The answer is whole: the connection may serve again if both sides are through with the exchange."""

@@ -53,8 +53,8 @@ class Receiver(Protocol):
     def on_head(self, head: Head) -> None:
         """The head is complete. Called once, before any data."""
 
-    def on_data(self, data: bytes) -> None:
-        """A piece of the body, without framing."""
+    def on_data(self, data: bytes, more: bool) -> None:
+        """A piece of the body, without framing; ``more``: the answer's end follows in the same turn of the loop."""
 
     def on_end(self) -> None:
         """The answer is whole."""

@@ -19,6 +19,7 @@ from proxy.core.failures import Failure, Kind
 from proxy.core.framing import Limits
 from proxy.core.outliers import Outliers
 from proxy.core.retry import Backoff, Budget
+from proxy.data.flood import Flood
 from proxy.data.gate import Gate
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
@@ -146,6 +147,7 @@ class DataPlane:
         self.balancer = make_balancer(settings)
         self._caches = CacheWatch()
         self.budget = Budget(ratio=settings.retry_ratio, floor=settings.retry_floor)
+        self.flood = Flood(settings.flood_window)
         self.backoff = Backoff(base=settings.backoff_base, longest=settings.backoff_max)
         self.limits = Limits(
             request_line=settings.max_request_line,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from proxy.core import routes
 from proxy.core.sse import ends_event, looks_whole
+from proxy.data.flood import BURST
 
 if TYPE_CHECKING:
     from proxy.data.exchange import Exchange
@@ -36,7 +37,21 @@ class Relay:
         bytes_out: bytes of body written.
     """
 
-    __slots__ = ("_chunked", "_delimited", "_exchange", "_tail", "_unsent", "begun", "bytes_out", "pinging", "stream")
+    __slots__ = (
+        "_burst",
+        "_chunked",
+        "_delimited",
+        "_exchange",
+        "_flood",
+        "_tail",
+        "_unsent",
+        "_waiting",
+        "_wrote",
+        "begun",
+        "bytes_out",
+        "pinging",
+        "stream",
+    )
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -48,6 +63,10 @@ class Relay:
         self.pinging = False
         self.bytes_out = 0
         self._unsent = b""
+        self._flood = exchange.plane.flood
+        self._wrote = 0.0
+        self._burst = 0
+        self._waiting = False
 
     def begin(self, head: Head, *, more: bool = False) -> None:
         """Pass on the head of an engine's answer.
@@ -123,16 +142,63 @@ class Relay:
         plane.stats.first_byte_seconds.observe(client.loop.time() - exchange.started)
         self._out(b"".join(parts), more=more)
 
-    def data(self, data: bytes, *, more: bool = False) -> None:
-        """Pass on a piece of the body; ``more`` as in `begin`."""
+    def data(self, data: bytes, now: float, more: bool = False) -> None:
+        """Pass on a piece of the body.
+
+        Args:
+            data: the piece.
+            now: loop time (seconds).
+            more: as in `begin`.
+        """
         if not self._delimited:
             self._tail = (self._tail + data)[-TAIL:]
         elif self.stream:
             self._tail = data[-4:] if len(data) >= 4 else (self._tail + data)[-4:]
-        self.write(data, more=more)
+        if self.stream and not more:
+            gap = now - self._wrote
+            if gap > self._flood.window * 2:
+                self._burst = 0
+            elif self._burst < BURST:
+                self._burst += 1
+            elif gap < self._flood.window:
+                self._hold_back(data)
+                return
+            self._wrote = now
+        self.bytes_out += len(data)
+        if self._chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        if more or self._unsent:
+            self._out(data, more=more)
+        else:
+            transport = self._exchange.client.transport
+            if transport is not None and not transport.is_closing():
+                transport.write(data)
+
+    def _hold_back(self, data: bytes) -> None:
+        """In a flood: write it with what comes until the window is over, and read that in one go as well."""
+        self.write(data, more=True)
+        if not self._waiting:
+            self._waiting = True
+            exchange = self._exchange
+            exchange.client_writable(False)
+            self._flood.later(self, exchange.client.loop)
+
+    def flush(self) -> None:
+        """Write what `data` held back, and go on reading."""
+        self._waiting = False
+        exchange = self._exchange
+        client = exchange.client
+        try:
+            if self._unsent:
+                self._wrote = client.loop.time()
+                self._out(b"", more=False)
+            if client.taking:
+                exchange.client_writable(True)
+        except Exception:
+            exchange.crashed()
 
     def write(self, data: bytes, *, more: bool = False) -> None:
-        """Write a piece of the body, framed."""
+        """Write something of the proxy's own into the body, framed."""
         self.bytes_out += len(data)
         self._out(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data, more=more)
 

@@ -264,7 +264,7 @@ class _Collector:
     def on_head(self, head: Head) -> None:
         self._head = head
 
-    def on_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes, more: bool) -> None:  # noqa: ARG002 - the interface
         self._body += data
         if len(self._body) > self._limit:
             self._connection.detach()

@@ -107,7 +107,7 @@ class Passed(Gathered):
         self._client.answer_begun()
         self._client.write(b"".join(parts))
 
-    def on_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes, more: bool) -> None:  # noqa: ARG002 - the interface
         """A piece of it."""
         self._client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 

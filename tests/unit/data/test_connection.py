@@ -64,7 +64,7 @@ class Heard:
         assert self.head is None
         self.head = head
 
-    def on_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes, more: bool) -> None:
         self._maybe_break("data")
         self.body += data
         self.pieces += 1

@@ -9,6 +9,7 @@ import pytest
 
 from proxy.core.framing import RequestHead
 from proxy.data.connection import Head
+from proxy.data.flood import BURST, Flood
 from proxy.data.relay import JOINED, Relay
 
 
@@ -19,10 +20,16 @@ class Client:
         self.writes: list[bytes] = []
         self.cuts: list[bool] = []
         self.keeps = True
+        self.taking = True
+        self.closing = False
+        self.transport = self
         self.loop = SimpleNamespace(time=lambda: 1.0)
 
     def write(self, data: bytes) -> None:
         self.writes.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closing
 
     def cut(self, *, hard: bool = False) -> None:
         self.cuts.append(hard)
@@ -45,7 +52,9 @@ def rig(*, method: bytes = b"POST", http11: bool = True, path: bytes = b"/v1/com
         attempts=2,
         id_bytes=b"id",
         started=0.5,
-        plane=SimpleNamespace(stats=SimpleNamespace(first_byte_seconds=SimpleNamespace(observe=lambda _: None))),
+        plane=SimpleNamespace(
+            stats=SimpleNamespace(first_byte_seconds=SimpleNamespace(observe=lambda _: None)), flood=Flood(0.001)
+        ),
     )
     return Relay(exchange), client
 
@@ -57,7 +66,7 @@ def head(*, length: int | None = None, chunked: bool = False, status: int = 200)
 def test_an_answer_with_a_length_keeps_it() -> None:
     relay, client = rig()
     relay.begin(head(length=5))
-    relay.data(b"hello")
+    relay.data(b"hello", 1.0)
     relay.end()
     fields = b"X-A: 1\r\nContent-Length: 5\r\nX-Fleetgate-Engine: e1\r\nX-Fleetgate-Weight-Version: v7\r\n"
     fields += b"X-Fleetgate-Attempts: 2\r\nX-Request-Id: id\r\n"
@@ -69,7 +78,7 @@ def test_an_answer_with_a_length_keeps_it() -> None:
 def test_a_chunked_answer_is_framed_anew() -> None:
     relay, client = rig()
     relay.begin(head(chunked=True))
-    relay.data(b"x" * 17)
+    relay.data(b"x" * 17, 1.0)
     relay.end()
     assert b"Transfer-Encoding: chunked" in client.writes[0]
     assert client.writes[1:] == [b"11\r\n" + b"x" * 17 + b"\r\n", b"0\r\n\r\n"]
@@ -78,7 +87,7 @@ def test_a_chunked_answer_is_framed_anew() -> None:
 def test_what_comes_in_one_turn_leaves_in_one_write() -> None:
     relay, client = rig()
     relay.begin(head(chunked=True), more=True)
-    relay.data(b"hello", more=True)
+    relay.data(b"hello", 1.0, more=True)
     relay.end()
     assert len(client.writes) == 1
     assert client.writes[0].endswith(b"\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
@@ -87,7 +96,7 @@ def test_what_comes_in_one_turn_leaves_in_one_write() -> None:
 def test_what_is_big_is_not_copied_to_be_joined() -> None:
     relay, client = rig()
     relay.begin(head(length=JOINED), more=True)
-    relay.data(b"x" * JOINED, more=True)
+    relay.data(b"x" * JOINED, 1.0, more=True)
     assert len(client.writes) == 1
     relay.end()
     assert len(client.writes) == 1
@@ -115,7 +124,7 @@ def test_an_old_client_gets_no_chunks() -> None:
     relay, client = rig(http11=False)
     client.keeps = False
     relay.begin(head(chunked=True))
-    relay.data(b"hello")
+    relay.data(b"hello", 1.0)
     relay.end()
     assert b"Transfer-Encoding" not in client.writes[0]
     assert b"Connection: close" in client.writes[0]
@@ -149,7 +158,7 @@ def test_only_a_stream_without_a_length_can_say_that_it_broke_off(
     relay, client = rig()
     relay.stream = stream
     relay.begin(answer)
-    relay.data(sent)
+    relay.data(sent, 1.0)
     before = len(client.writes)
     relay.cut("gone", code="engine_broken", status=502)
     assert client.cuts == [hard]
@@ -176,7 +185,7 @@ def test_an_answer_that_only_its_connection_ends_is_judged_by_its_last_bytes(
     relay.stream = stream
     relay.begin(head())
     for at in range(0, len(tail), 3):
-        relay.data(tail[at : at + 3])
+        relay.data(tail[at : at + 3], 1.0)
     assert relay.whole() is whole
 
 
@@ -185,10 +194,126 @@ def test_the_first_ping_commits_to_a_stream_and_the_head_is_not_sent_twice() -> 
     relay.ping()
     relay.ping()
     relay.begin(head(chunked=True))
-    relay.data(b"data: {}\n\n")
+    relay.data(b"data: {}\n\n", 1.0)
     relay.end()
     everything = b"".join(client.writes)
     assert everything.count(b"HTTP/1.1 200") == 1
     assert everything.count(b": held\n\n") == 2
     assert b"text/event-stream" in client.writes[0]
     assert everything.endswith(b"a\r\ndata: {}\n\n\r\n0\r\n\r\n")
+
+
+class Timers:
+    """A loop whose clock is turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+        self.due: list[Any] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, then: Any) -> None:
+        self.due.append(then)
+
+    def turn(self, seconds: float) -> None:
+        self.now += seconds
+        due, self.due = self.due, []
+        for then in due:
+            then()
+
+
+def stream() -> tuple[Relay, Client, Timers, list[bool]]:
+    relay, client = rig()
+    loop = Timers()
+    reading: list[bool] = []
+    exchange: Any = relay._exchange
+    client.loop = exchange.client.loop = loop  # type: ignore[assignment]
+    exchange.client_writable = reading.append
+    relay.stream = True
+    relay.begin(head(chunked=True))
+    client.writes.clear()
+    return relay, client, loop, reading
+
+
+def flood(relay: Relay, loop: Timers, pieces: int) -> None:
+    for _ in range(pieces):
+        relay.data(b"x", loop.now)
+
+
+def test_the_first_pieces_of_a_stream_never_wait() -> None:
+    relay, client, loop, _ = stream()
+    flood(relay, loop, BURST + 1)
+    assert client.writes == [b"1\r\nx\r\n"] * (BURST + 1)
+
+
+def test_what_comes_faster_than_the_window_leaves_together_and_is_read_together() -> None:
+    relay, client, loop, reading = stream()
+    flood(relay, loop, BURST + 1)
+    client.writes.clear()
+    flood(relay, loop, 3)
+    assert (client.writes, reading) == ([], [False])
+    loop.turn(0.001)
+    assert client.writes == [b"1\r\nx\r\n" * 3]
+    assert reading == [False, True]
+    assert not loop.due
+
+
+def test_a_stream_that_slows_down_waits_no_more() -> None:
+    relay, client, loop, _ = stream()
+    flood(relay, loop, BURST + 2)
+    loop.turn(0.001)
+    client.writes.clear()
+    for _ in range(5):
+        loop.turn(0.02)
+        flood(relay, loop, 1)
+    assert client.writes == [b"1\r\nx\r\n"] * 5
+
+
+def test_the_end_takes_along_what_waits() -> None:
+    relay, client, loop, _ = stream()
+    flood(relay, loop, BURST + 2)
+    client.writes.clear()
+    relay.end()
+    assert client.writes == [b"1\r\nx\r\n0\r\n\r\n"]
+    loop.turn(0.001)
+    assert len(client.writes) == 1
+
+
+def test_a_cut_takes_along_what_waits() -> None:
+    relay, client, loop, _ = stream()
+    flood(relay, loop, BURST + 2)
+    client.writes.clear()
+    relay.cut("gone", code="engine_broken", status=502)
+    assert client.writes[0] == b"1\r\nx\r\n"
+    assert b"engine_broken" in b"".join(client.writes[1:])
+
+
+def test_a_client_that_does_not_take_it_keeps_its_engine_waiting() -> None:
+    relay, client, loop, reading = stream()
+    flood(relay, loop, BURST + 2)
+    client.taking = False
+    loop.turn(0.001)
+    assert reading == [False]
+
+
+def test_much_that_waits_leaves_at_once() -> None:
+    relay, client, loop, _ = stream()
+    flood(relay, loop, BURST + 2)
+    client.writes.clear()
+    relay.data(b"y" * JOINED, loop.now)
+    assert len(client.writes) == 1
+
+
+def test_a_bug_in_one_flush_holds_no_other_stream_up() -> None:
+    (first, broken, loop, _), (second, whole, _, _) = stream(), stream()
+    crashed: list[bool] = []
+    second._flood = first._flood
+    second._exchange.client.loop = loop  # type: ignore[assignment]
+    first._exchange.crashed = lambda: crashed.append(True)  # type: ignore[method-assign]
+    for relay in (first, second):
+        flood(relay, loop, BURST + 2)
+    broken.write = None  # type: ignore[assignment, method-assign]
+    whole.writes.clear()
+    loop.turn(0.001)
+    assert (crashed, whole.writes) == ([True], [b"1\r\nx\r\n"])
