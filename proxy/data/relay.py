@@ -154,7 +154,7 @@ class Relay:
             self._tail = (self._tail + data)[-TAIL:]
         elif self.stream:
             self._tail = data[-4:] if len(data) >= 4 else (self._tail + data)[-4:]
-        if self.stream and not more:
+        if self.stream and not more and len(data) < JOINED:
             gap = now - self._wrote
             if gap > self._flood.window * 2:
                 self._burst = 0

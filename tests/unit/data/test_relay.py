@@ -297,12 +297,20 @@ def test_a_client_that_does_not_take_it_keeps_its_engine_waiting() -> None:
     assert reading == [False]
 
 
-def test_much_that_waits_leaves_at_once() -> None:
+def test_a_big_piece_leaves_at_once_with_what_waits() -> None:
     relay, client, loop, _ = stream()
     flood(relay, loop, BURST + 2)
     client.writes.clear()
     relay.data(b"y" * JOINED, loop.now)
     assert len(client.writes) == 1
+    assert client.writes[0].startswith(b"1\r\nx\r\n")
+
+
+def test_big_pieces_are_no_flood() -> None:
+    relay, client, loop, reading = stream()
+    for _ in range(3 * BURST):
+        relay.data(b"y" * JOINED, loop.now)
+    assert (len(client.writes), reading, loop.due) == (3 * BURST, [], [])
 
 
 def test_a_bug_in_one_flush_holds_no_other_stream_up() -> None:
