@@ -5,8 +5,13 @@ Source: ``_base_request_id`` and its callers in vllm/entrypoints (0.33). ``/abor
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import orjson
 
+_PROMPT = b'"prompt"'
+_SEVERAL = re.compile(_PROMPT + rb'\s*:\s*\[\s*["\[]')
 _COMPLETIONS = "/v1/completions"
 _FORMS = {
     "/v1/chat/completions": "chatcmpl-{}",
@@ -41,6 +46,26 @@ def count_prompts(body: bytes) -> int:
     prompt = data.get("prompt") if isinstance(data, dict) else None
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         return len(prompt)
+    return 1
+
+
+def count_streamed(path: bytes, body: Sequence[bytes]) -> int:
+    """Prompts of a request whose body is about to be forgotten because its stream begins.
+
+    Only what looks like a list of prompts is parsed: a list of tokens, however long, is passed over.
+
+    Args:
+        path: of the request.
+        body: its pieces.
+    """
+    if not path.startswith(_COMPLETIONS.encode()):
+        return 1
+    whole = b"".join(body)
+    place = whole.find(_PROMPT)
+    while place >= 0:
+        if _SEVERAL.match(whole, place):
+            return count_prompts(whole)
+        place = whole.find(_PROMPT, place + len(_PROMPT))
     return 1
 
 

@@ -11,10 +11,12 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from proxy.core.abort_ids import count_streamed
 from proxy.core.failures import Failure, Kind
 from proxy.data.stages import Phase
 
 if TYPE_CHECKING:
+    from proxy.core.framing import RequestHead
     from proxy.data.attempt import Attempt
     from proxy.data.front import Front
     from proxy.data.head import Head
@@ -28,15 +30,28 @@ _ANSWERED = Phase.ANSWERED
 class Answering:
     """What `Exchange` does with an answer, and its timer."""
 
-    __slots__ = ("_timer", "attempt", "body", "client", "last_engine", "phase", "plane", "relay")
+    __slots__ = (
+        "_timer",
+        "attempt",
+        "body",
+        "client",
+        "head",
+        "last_engine",
+        "phase",
+        "plane",
+        "prompts_streamed",
+        "relay",
+    )
 
     plane: DataPlane
     client: Front
+    head: RequestHead
     relay: Relay
     phase: Phase
     body: list[bytes]
     attempt: Attempt | None
     last_engine: Engine | None
+    prompts_streamed: int
     _timer: asyncio.TimerHandle | None
 
     @abstractmethod
@@ -56,6 +71,8 @@ class Answering:
             more: a piece of its body, or its end, follows in this turn of the loop.
         """
         self.phase = _ANSWERED
+        if stream:
+            self.prompts_streamed = count_streamed(self.head.path, self.body)
         self.body = []
         relay = self.relay
         if relay.pinging and not (stream and head.status == 200):

@@ -69,7 +69,6 @@ class Exchange(Answering):
         "body_size",
         "free",
         "generation",
-        "head",
         "held_bytes",
         "hold_limit",
         "hold_since",
@@ -114,6 +113,7 @@ class Exchange(Answering):
         self.held_bytes = 0
         self.hold_timer: asyncio.TimerHandle | None = None
         self.hold_since = 0.0
+        self.prompts_streamed = 0
         limit = plane.settings.hold_timeout
         self.hold_limit = limit if head.hold_timeout is None else min(limit, head.hold_timeout)
 
@@ -132,8 +132,8 @@ class Exchange(Answering):
 
     @property
     def prompts(self) -> int:
-        """Prompts of a completion, each with a name of its own at the engine; 1 once its answer began."""
-        return count_prompts(b"".join(self.body))
+        """Prompts of a completion, each with a name of its own at the engine."""
+        return self.prompts_streamed or count_prompts(b"".join(self.body))
 
     @property
     def engine(self) -> Engine | None:

@@ -44,6 +44,16 @@ async def test_every_event_of_a_flood_arrives_though_the_stream_stays_open(windo
         assert await asyncio.wait_for(body_of(client.reader, len(whole)), 10) == whole
 
 
+async def test_the_prompts_of_a_stream_are_known_after_its_body_is_forgotten() -> None:
+    """``/abort_requests`` by the client's id has to name each of them to the engine."""
+    body = b'{"stream":true,"prompt":["a","b","c"]}'
+    async with FaultEngine(flood) as engine, proxy_for(engine) as app, Client.to(app.url) as client:
+        await client.send(post("/v1/completions", body, "X-Request-Id: mine"))
+        await client.reader.readuntil(b"\r\n\r\n")
+        (request,) = app.plane.tracker.find("mine")
+        assert (request.body, request.prompts) == ([], 3)
+
+
 async def test_a_flood_that_its_client_leaves_is_ended_at_the_engine() -> None:
     async with FaultEngine(flood) as engine, proxy_for(engine) as app:
         async with Client.to(app.url) as client:

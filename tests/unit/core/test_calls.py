@@ -1,7 +1,7 @@
 import pytest
 
 from proxy.config import Settings
-from proxy.core.abort_ids import candidates, count_prompts, engine_ids
+from proxy.core.abort_ids import candidates, count_prompts, count_streamed, engine_ids
 from proxy.core.calls import CALLS, FREE, ONCE, Kind, custom
 
 
@@ -64,6 +64,7 @@ def test_engine_names_and_back(route, name):
         (b'{"prompt": ["a", "b"]}', 2),
         (b'{"prompt": [[1], [2], [3]]}', 3),
         (b'{"prompt": []}', 1),
+        (b'{"user": "prompt", "x": {"prompt": 1}, "prompt" : [ "a", "b", "c"]}', 3),
         (b"[]", 1),
         (b'{"prompt": ["a", ', 1),
         (b"", 1),
@@ -71,4 +72,6 @@ def test_engine_names_and_back(route, name):
 )
 def test_each_prompt_of_a_completion_has_a_name(body, count):
     assert count_prompts(body) == count
+    assert count_streamed(b"/v1/completions", [body[:5], body[5:]]) == count
+    assert count_streamed(b"/v1/chat/completions", [body]) == 1
     assert engine_ids("/v1/completions", "r", count) == [f"cmpl-r-{index}" for index in range(count)]
