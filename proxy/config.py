@@ -101,6 +101,10 @@ def _fanout_list(value: object) -> object:
     return out
 
 
+def _in_latin_1(text: str) -> bool:
+    return all(ord(character) < 256 for character in text)
+
+
 Urls = Annotated[list[str], NoDecode, BeforeValidator(_comma_list)]
 Names = Annotated[list[str], NoDecode, BeforeValidator(_comma_list)]
 FanoutPaths = Annotated[list[FanoutPath], NoDecode, BeforeValidator(_fanout_list)]
@@ -278,6 +282,21 @@ class Settings(BaseSettings):
             if urls.count(url) > 1:
                 raise ValueError(f"engine {url} is given twice")
         return urls
+
+    @field_validator("control_token", "engine_api_key", mode="after")
+    @classmethod
+    def _secret(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is None:
+            return None
+        text = value.get_secret_value()
+        # An empty one protects nothing while it looks set: everybody can send no token.
+        if not text.strip():
+            raise ValueError("it is empty; give a secret, or leave it out")
+        if text != text.strip() or not text.isprintable() or not _in_latin_1(text):
+            raise ValueError(
+                "no Authorization field can carry it: give printable Latin-1 text, no white space around it"
+            )
+        return value
 
     @field_validator("engines_dns", mode="after")
     @classmethod

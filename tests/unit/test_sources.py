@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -100,6 +101,31 @@ def test_a_control_plane_that_strangers_could_reach_is_refused(settings, safe):
     else:
         with pytest.raises(ConfigError, match="set --control-token"):
             load(settings)
+
+
+@pytest.mark.parametrize("name", ["control_token", "engine_api_key"])
+@pytest.mark.parametrize("secret", ["", " ", "\t\n"])
+def test_an_empty_secret_is_refused_wherever_it_comes_from(name, secret, file, monkeypatch):
+    option = name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{option}: it is empty; give a secret, or leave it out"):
+        load({"host": "0.0.0.0", name: secret})
+    with pytest.raises(ConfigError, match=f"{option}: it is empty"):
+        load({}, file(f"{name}: {json.dumps(secret)}\n"))
+    monkeypatch.setenv(f"FLEETGATE_{name.upper()}", secret)
+    with pytest.raises(ConfigError, match=f"{option}: it is empty"):
+        load({"host": "0.0.0.0"})
+
+
+@pytest.mark.parametrize("name", ["control_token", "engine_api_key"])
+@pytest.mark.parametrize("secret", ["canary-51c2\n", " canary-51c2", "canary\r\nX: 51c2", "canary-\u20ac51c2"])
+def test_a_secret_that_no_field_can_carry_is_refused_and_not_told(name, secret):
+    with pytest.raises(ConfigError, match="no Authorization field can carry it") as error:
+        load({name: secret})
+    assert "canary" not in str(error.value)
+
+
+def test_a_secret_may_be_any_printable_text():
+    assert load({"host": "0.0.0.0", "control_token": "t \xe9/+="}).control_token is not None
 
 
 def test_half_of_a_certificate_is_refused():
