@@ -294,7 +294,7 @@ class Settings(BaseSettings):
             raise ValueError("it is empty; give a secret, or leave it out")
         if text != text.strip() or not text.isprintable() or not _in_latin_1(text):
             raise ValueError(
-                "no Authorization field can carry it: give printable Latin-1 text, no white space around it"
+                "no Authorization field can carry it; give printable Latin-1 text without white space around it"
             )
         return value
 

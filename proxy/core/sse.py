@@ -1,8 +1,9 @@
 """A look at the first event of a stream, incremental and byte-exact (WHATWG HTML, server-sent events, section 9.2).
 
 vLLM hides every refusal of a stream inside a 200: the first event is the error. The proxy must see it before a byte
-goes to the client, yet must not delay a normal first token. So the reader answers as soon as the bytes can no longer
-be an error: an ordinary chunk begins ``data: {"id"`` and is let go at its first key.
+goes to the client, yet must not delay a normal first token. So a first event that came whole, as engines write it, and
+that nowhere says ``"error"`` is let go after one search; only what may be an error, or came in pieces, is looked into.
+An event that is not whole is of no use to a client either, so waiting for its end delays nothing.
 """
 
 from __future__ import annotations
@@ -37,41 +38,18 @@ class EngineError:
     message: str
 
 
-_ERROR_KEYS = (b'"error"', b'"object"', b'"type"', b'"message"', b'"code"', b'"detail"', b'"status"')
+_ERROR = b'"error"'
+"""Every error object holds this: as a key, or as the value of ``object`` or ``type``."""
 _WHITE = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 PREAMBLE = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
 """Events that ``/v1/responses`` sends on acceptance, before the engine has looked at the request: a refusal (the cut
 stream of a paused engine) comes after them, so they are looked past."""
+_MAY_BE_ERROR = frozenset({b"", b"message", b"error", b"response.failed"})
+"""Names of events that may carry an error; ``message`` is what an event without a name is called."""
 PREFIX = 64
-"""Bytes of an event's data that tell whether it can be an error object; longer white space before it settles nothing
-and the whole event is waited for."""
-
-
-def _may_be_error(data: bytes) -> bool:
-    """Whether an event's data, known up to here, can still be an error object."""
-    text = data.lstrip(_WHITE)
-    if not text:
-        return True
-    if text[:1] != b"{":
-        return False
-    text = text[1:].lstrip(_WHITE)
-    if not text:
-        return True
-    for key in _ERROR_KEYS:
-        if key.startswith(text[: len(key)]) if len(text) < len(key) else text.startswith(key):
-            if key in (b'"object"', b'"type"'):
-                return _value_may_be(text[len(key) :], b'"error"')
-            return True
-    return False
-
-
-def _value_may_be(rest: bytes, value: bytes) -> bool:
-    text = rest.lstrip(_WHITE)
-    if not text.startswith(b":"):
-        return not text
-    text = text[1:].lstrip(_WHITE)
-    return value.startswith(text[: len(value)])
+"""Bytes of an event's data that tell whether it is an object; longer white space before it settles nothing, and the
+whole event is waited for."""
 
 
 class FirstEvent:
@@ -94,7 +72,7 @@ class FirstEvent:
         self._scan = 0  # no line end lies before this
         self._name = b""
         self._data: list[bytes] | None = None
-        self._settled = False  # the beginning of the data looks like an error; only the whole event can tell
+        self._settled = False  # the data is an object; only the whole event can tell
         self.error: EngineError | None = None
 
     @property
@@ -104,10 +82,12 @@ class FirstEvent:
 
     def feed(self, data: bytes) -> Verdict:
         """Take more bytes."""
-        if not self._buffer and data[:6] == b"data: " and not _may_be_error(data[6 : 6 + PREFIX]):
-            # The usual way of a usual stream: no copy, no search.
-            self._whole = data
-            return Verdict.NORMAL
+        if not self._buffer and data[:7] == b"data: {":
+            end = data.find(b"\n\n")
+            if end >= 0 and data.find(_ERROR, 0, end) < 0:
+                # The usual way of a usual stream: no copy, one search.
+                self._whole = data
+                return Verdict.NORMAL
         buffer = self._buffer
         buffer += data
         if self._pos == 0 and buffer[:3] == _BOM[: len(buffer)]:
@@ -147,35 +127,42 @@ class FirstEvent:
         return Verdict.MORE
 
     def _judge(self, line: bytes) -> Verdict:
-        """Look at the beginning of the data: the lines that are whole, then ``line``."""
-        data = b"\n".join([*(self._data or ()), line])
-        if not _may_be_error(data[:PREFIX]):
+        """Look at the beginning of a line of data while all data before it is white."""
+        begun = line.lstrip(_WHITE)
+        if begun and begun[:1] != b"{":
             return Verdict.NORMAL
-        self._settled = len(data) >= PREFIX
+        self._settled = bool(begun) or len(line) >= PREFIX
         return Verdict.MORE
 
     def _line(self, line: bytes) -> Verdict:
         if not line:
-            if self._data is None or self._name in PREAMBLE:
-                self._name = b""
-                self._data = None
-                self._settled = False
-                return Verdict.MORE
-            self.error = read_error(b"\n".join(self._data), named_error=self._name == b"error")
-            return Verdict.ERROR if self.error is not None else Verdict.NORMAL
+            return self._event()
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
-        if name == b"event":
+        if name == b"event" and self._data is None:
             self._name = value
-            if value != b"error" and value not in PREAMBLE:
+            if value not in _MAY_BE_ERROR and value not in PREAMBLE:
                 return Verdict.NORMAL
         elif name == b"data" and self._name not in PREAMBLE:
-            if not self._settled and self._judge(value) is Verdict.NORMAL:
+            if not self._settled and self._judge(value[:PREFIX]) is Verdict.NORMAL:
                 return Verdict.NORMAL
             if self._data is None:
                 self._data = []
             self._data.append(value)
         return Verdict.MORE
+
+    def _event(self) -> Verdict:
+        """An event is whole. One without data is none."""
+        if not self._data or self._data == [b""] or self._name in PREAMBLE:
+            self._name = b""
+            self._data = None
+            self._settled = False
+            return Verdict.MORE
+        named = self._name == b"error"
+        data = b"\n".join(self._data)
+        if named or _ERROR in data:
+            self.error = read_error(data, named_error=named)
+        return Verdict.ERROR if self.error is not None else Verdict.NORMAL
 
 
 def _line_end(data: bytearray, start: int) -> tuple[int, int]:
@@ -208,6 +195,10 @@ def read_error(body: bytes, *, status: int | None = None, named_error: bool = Fa
         return None if status is None else EngineError(_by_code(status, "", ""), "")
     if not isinstance(parsed, dict):
         return None if status is None else EngineError(_by_code(status, "", ""), "")
+    # A /v1/responses stream that failed, and one of /cohere/v2/chat, which tells it in its last event.
+    wrapped = {"response.failed": "response", "message-end": "delta"}.get(str(parsed.get("type")))
+    if wrapped is not None and isinstance(parsed.get(wrapped), dict):
+        parsed = parsed[wrapped]
     error: Any = parsed.get("error")
     if isinstance(error, str):
         error = {"message": error}
@@ -224,6 +215,8 @@ def read_error(body: bytes, *, status: int | None = None, named_error: bool = Fa
     number = code if isinstance(code, int) else int(code) if isinstance(code, str) and code.isdigit() else status
     if code == "engine_paused":
         return EngineError(Kind.PAUSED, message)
+    if kind is None and code == "server_error":
+        kind = code
     return EngineError(_by_code(number, kind if isinstance(kind, str) else "", message), message)
 
 
@@ -233,9 +226,13 @@ def _by_code(code: int | None, kind: str, message: str) -> Kind | None:
     text = message.lower() if code in (None, 500, 503) else ""
     if "generation is paused" in text or "engine is paused" in text or "scheduler is paused" in text:
         return Kind.PAUSED
-    if code == 503 or kind in ("overloaded_error", "ServiceUnavailableError", "Service Unavailable"):
+    if (
+        code == 503
+        or kind in ("overloaded_error", "ServiceUnavailableError", "Service Unavailable")
+        or (code is None and "engine is currently busy" in text)
+    ):
         return Kind.BUSY
-    if code == 500 or (code is None and kind in ("InternalServerError", "api_error", "internal_error")):
+    if code == 500 or (code is None and kind in ("InternalServerError", "api_error", "internal_error", "server_error")):
         return Kind.FAILED
     return None
 

@@ -164,6 +164,18 @@ async def test_what_does_not_generate_is_never_held() -> None:
         app.plane.gate.open()
 
 
+@pytest.mark.parametrize("path", ["/v1/%63ompletions", "/v1%2Fcompletions/", "/cohere/v2/chat", "/generative_scoring"])
+async def test_what_an_engine_would_run_is_held_in_any_spelling_and_sent_as_it_was_written(path: str) -> None:
+    async with FaultEngine(echo()) as engine, proxy_for(engine) as app:
+        app.plane.gate.close("a trainer")
+        asked = asyncio.ensure_future(ask(app.url, post(f"{path}?a=%41", BODY)))
+        await eventually(lambda: app.plane.gate.held == 1, "held")
+        assert engine.requests == []
+        app.plane.gate.open()
+        assert (await asked).status == 200
+        assert engine.requests[0].target == f"{path}?a=%41"
+
+
 async def test_pings_keep_a_held_stream_busy_and_the_answer_is_unchanged() -> None:
     events = [b'data: {"id":"1"}\n\n', b"data: [DONE]\n\n"]
     async with FaultEngine(reply(sse(*events))) as engine, proxy_for(engine, hold_ping=0.05) as app:

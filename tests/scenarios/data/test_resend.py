@@ -275,16 +275,51 @@ async def test_the_first_event_is_recognised_however_it_is_split(piece: int) -> 
                 assert got.body == b'data: {"id":"1"}\n\ndata: [DONE]\n\n'
 
 
+ODD_REFUSALS = {
+    "key on a second line": b"data: {\ndata: " + forms.error(forms.PAUSED, "X", 503)[1:] + b"\n\n",
+    "an empty line of data": b"data: \ndata: " + forms.error(forms.PAUSED, "X", 503) + b"\n\n",
+    "called message": b"event: message\ndata: " + forms.error(forms.PAUSED, "X", 503) + b"\n\n",
+    "key not first": b'data: {"id":"1",' + forms.error(forms.PAUSED, "X", 503)[1:] + b"\n\n",
+}
+
+
+@pytest.mark.parametrize("form", ODD_REFUSALS)
+@pytest.mark.parametrize("split", [False, True])
+async def test_a_pause_is_told_from_a_token_in_odd_events_too(form: str, split: bool) -> None:
+    refusal = ODD_REFUSALS[form]
+    pieces = [refusal[at : at + 1] for at in range(len(refusal))] if split else [refusal]
+    engine = FaultEngine(silent(), paused=False)
+
+    async def refuse(wire: Wire, request: Request) -> None:
+        if not engine.paused:
+            await reply(GOOD_STREAM)(wire, request)
+            return
+        await wire.send(SSE_HEAD)
+        for piece in pieces:
+            await wire.send(chunk(piece))
+            await asyncio.sleep(0)
+        await wire.send(b"0\r\n\r\n")
+
+    engine.script = refuse
+    async with engine, proxy_for(engine, pause_watch_interval=0.05) as app:
+        engine.paused = True
+        asked = asyncio.ensure_future(ask(app.url, post("/v1/completions", STREAM)))
+        await eventually(lambda: app.plane.gate.held == 1, "held")
+        engine.paused = False
+        assert (await asyncio.wait_for(asked, 5)).body == b'data: {"id":"1"}\n\ndata: [DONE]\n\n'
+
+
 async def test_a_first_token_is_not_delayed_by_the_look_at_it() -> None:
-    """The engine sends the beginning of the first event and stops: the client has it already."""
+    """The engine sends the first event, the beginning of another one, and stops: the client has them already."""
+    first = b'data: {"id":"cmpl-1"}\n\ndata: {"id":"cmpl-1","obj'
 
     async def script(wire: Wire, request: Request) -> None:
-        await wire.send(SSE_HEAD + chunk(b'data: {"id":"cmpl-1","obj'))
+        await wire.send(SSE_HEAD + chunk(first))
         await wire.gone.wait()
 
     async with FaultEngine(script) as engine, proxy_for(engine) as app, Client.to(app.url) as client:
         await client.send(post("/v1/completions", STREAM))
-        await asyncio.wait_for(client.reader.readuntil(b'data: {"id":"cmpl-1","obj'), 2)
+        await asyncio.wait_for(client.reader.readuntil(first), 2)
 
 
 async def test_a_first_event_of_many_megabytes_passes_exactly() -> None:

@@ -1,12 +1,12 @@
 import random
-from urllib.parse import quote, unquote_to_bytes
+from urllib.parse import quote
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.calls import CALLS, OWN_PATHS
-from proxy.core.paths import PathTable, Route, classify, normal_form, percent_decode
+from proxy.core.paths import PathTable, Route, classify
 
 PLAIN = sorted([*CALLS, *OWN_PATHS, "/fleet/engines/a:1/drain", "/fleet/ui"])
 
@@ -79,19 +79,6 @@ def test_control_is_only_what_is_spelled_so(raw):
     if classify(target) is Route.CONTROL:
         path = target.partition(b"?")[0].rstrip(b"/")
         assert path.decode() in PLAIN or path.startswith(b"/fleet/")
-
-
-@given(st.binary(max_size=60))
-def test_decoding_is_that_of_the_standard_library(raw):
-    assert percent_decode(raw) == unquote_to_bytes(raw)
-
-
-@given(st.binary(max_size=60))
-@example(b"%\x0000")
-@example(b"%25%0970ause")
-def test_a_normal_form_is_its_own_normal_form(raw):
-    form = normal_form(b"/" + raw)
-    assert form is None or normal_form(form) == form
 
 
 def test_configured_paths_and_prefixes():

@@ -17,7 +17,49 @@ def test_generation_is_a_post_with_or_without_a_trailing_slash(path: bytes) -> N
     assert is_repeatable(b"POST", path)
 
 
-@pytest.mark.parametrize("path", [b"/v1/models", b"/tokenize", b"/health", b"/v1/completions/x", b"/", b"/v1/realtime"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        b"/v1/%63ompletions",
+        b"/v1%2fcompletions",
+        b"/%76%31/completions",
+        b"//v1/completions",
+        b"/v1//completions/",
+        b"/v1/./completions",
+        b"/x/../v1/completions",
+        b"/v1/completions%0a",
+        b"/v1/completions;a=b",
+        b"/v1\\completions",
+        b"/v1/%2563ompletions",
+    ],
+)
+def test_an_odd_spelling_that_an_engine_may_decode_is_the_same_route(path: bytes) -> None:
+    assert is_generation(b"POST", path)
+    assert is_repeatable(b"POST", path)
+    assert not is_generation(b"GET", path)
+    assert label(path) == "/v1/completions"
+    assert dialect(path.replace(b"ompletions", b"ompletions/../messages")) is Dialect.ANTHROPIC
+
+
+def test_a_usual_path_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.core.spelling.normal_form", None)
+    assert is_generation(b"POST", b"/v1/completions")
+    assert not is_generation(b"POST", b"/tokenize")
+    assert not is_generation(b"GET", b"/v1/%63ompletions")
+    assert label(b"/v1/models") == "/v1/models"
+
+
+@pytest.mark.parametrize("path", [b"/v1/responses/resp_1", b"/v1/responses/resp_1/cancel", b"/v1/responses/r%31/"])
+def test_a_stored_response_is_no_generation_but_speaks_its_protocol(path: bytes) -> None:
+    for method in (b"GET", b"POST", b"DELETE"):
+        assert not is_generation(method, path)
+    assert dialect(path) is Dialect.RESPONSES
+
+
+@pytest.mark.parametrize(
+    "path",
+    [b"/v1/models", b"/tokenize", b"/health", b"/v1/completions/x", b"/v1/completions%2fx", b"/", b"/v1/realtime"],
+)
 def test_the_rest_is_not(path: bytes) -> None:
     assert not is_generation(b"POST", path)
 
@@ -30,6 +72,9 @@ def test_the_rest_is_not(path: bytes) -> None:
         (b"OPTIONS", b"*", True),
         (b"POST", b"/tokenize", True),
         (b"POST", b"/v1/messages/count_tokens/", True),
+        (b"POST", b"/v1/chat/completions/derender", True),
+        (b"POST", b"/cohere/v2/chat/render", True),
+        (b"POST", b"/v1/responses/r/cancel", False),
         (b"POST", b"/v1/files", False),
         (b"PUT", b"/v1/completions", False),
         (b"DELETE", b"/v1/models", False),
@@ -57,6 +102,11 @@ def test_error_events() -> None:
     assert json.loads(anthropic[19:]) == {"type": "error", "error": {"type": "api_error", "message": 'a "b"\n'}}
     responses = event(dialect(b"/v1/responses"))
     assert json.loads(responses[19:])["type"] == "error"
-    for one in (openai, anthropic, responses):
+    cohere = event(dialect(b"/cohere/v2/chat"))
+    assert json.loads(cohere[6:]) == {
+        "type": "message-end",
+        "delta": {"error": 'a "b"\n', "finish_reason": "ERROR"},
+    }
+    for one in (openai, anthropic, responses, cohere):
         assert one.endswith(b"\n\n")
         assert one.count(b"\n\n") == 1

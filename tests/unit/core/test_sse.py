@@ -20,6 +20,8 @@ def error(code: object, kind: str = "X", message: str = "m") -> bytes:
 
 
 ANTHROPIC = b'{"type":"error","error":{"type":"overloaded_error","message":"%b"}}'
+FAILED = b'{"type":"response.failed","response":{"id":"r","error":{"code":"server_error","message":"%b"}}}'
+COHERE = b'{"type": "message-end", "delta": {"error": "%b", "finish_reason": "ERROR"}}'
 
 CASES: dict[str, tuple[bytes, Verdict, Kind | None]] = {
     "completion": (b'data: {"id":"cmpl-1","object":"text_completion"}\n\n', Verdict.NORMAL, None),
@@ -51,6 +53,37 @@ CASES: dict[str, tuple[bytes, Verdict, Kind | None]] = {
     "id and retry first": (b"id: 1\nretry: 5\ndata: " + error(503) + b"\n\n", Verdict.ERROR, Kind.BUSY),
     "empty events first": (b"\n\n\ndata: " + error(503) + b"\n\n", Verdict.ERROR, Kind.BUSY),
     "a byte order mark": (b"\xef\xbb\xbfdata: " + error(503) + b"\n\n", Verdict.ERROR, Kind.BUSY),
+    "key on a second line": (b"data: {\ndata: " + error(503)[1:] + b"\n\n", Verdict.ERROR, Kind.BUSY),
+    "value on a third line": (b'data: {\ndata: "object":\ndata: "error","code":503}\n\n', Verdict.ERROR, Kind.BUSY),
+    "an empty line of data first": (b"data: \ndata: " + error(503) + b"\n\n", Verdict.ERROR, Kind.BUSY),
+    "an event without data first": (b"data:\n\ndata: " + error(503) + b"\n\n", Verdict.ERROR, Kind.BUSY),
+    "called message": (b"event: message\ndata: " + error(503) + b"\n\n", Verdict.ERROR, Kind.BUSY),
+    "called nothing": (b"event:\ndata: " + error(503) + b"\n\n", Verdict.ERROR, Kind.BUSY),
+    "called something else": (b"event: x\ndata: " + error(503) + b"\n\n", Verdict.NORMAL, None),
+    "error not first": (b'data: {"id":"a","model":"m",' + error(503)[1:] + b"\n\n", Verdict.ERROR, Kind.BUSY),
+    "object not first": (b'data: {"message":"m","object":"error","code":503}\n\n', Verdict.ERROR, Kind.BUSY),
+    "the word as a token": (b'data: {"id":"a","logprobs":[{"token":"error"}]}\n\n', Verdict.NORMAL, None),
+    "error after an event": (b'data: {"id":"a"}\n\ndata: ' + error(503) + b"\n\n", Verdict.NORMAL, None),
+    "responses paused": (
+        b"event: response.failed\ndata: " + FAILED % PAUSED.encode() + b"\n\n",
+        Verdict.ERROR,
+        Kind.PAUSED,
+    ),
+    "responses failed": (b"event: response.failed\ndata: " + FAILED % b"died" + b"\n\n", Verdict.ERROR, Kind.FAILED),
+    "responses, no name": (b"data: " + FAILED % PAUSED.encode() + b"\n\n", Verdict.ERROR, Kind.PAUSED),
+    "responses, done": (
+        b'event: response.failed\ndata: {"type":"response.failed","response":{"id":"r","error":null}}\n\n',
+        Verdict.NORMAL,
+        None,
+    ),
+    "cohere": (b'data: {"type":"message-start","delta":{}}\n\n', Verdict.NORMAL, None),
+    "cohere paused": (b"data: " + COHERE % PAUSED.encode() + b"\n\n", Verdict.ERROR, Kind.PAUSED),
+    "cohere busy": (
+        b"data: " + COHERE % b"The engine is currently busy and cannot accept new requests." + b"\n\n",
+        Verdict.ERROR,
+        Kind.BUSY,
+    ),
+    "cohere, about the request": (b"data: " + COHERE % b"too long" + b"\n\n", Verdict.ERROR, None),
     "field without a colon": (b"data\ndata: " + error(503) + b"\n\n", Verdict.ERROR, Kind.BUSY),
 }
 ENDS = {"LF": b"\n", "CRLF": b"\r\n", "CR": b"\r"}
@@ -105,10 +138,25 @@ def test_any_bytes_are_held_exactly_and_split_alike(data: bytes, cuts: list[int]
         assert {whole[0], split[0]} <= {Verdict.MORE, Verdict.NORMAL}
 
 
-def test_a_normal_stream_is_known_at_its_first_key() -> None:
+def test_a_normal_stream_is_let_go_with_its_first_event() -> None:
+    event = b'data: {"id":"a"}\n\n'
     reader = FirstEvent(LIMIT)
-    assert reader.feed(b'data: {"i') is Verdict.NORMAL
-    assert reader.held == b'data: {"i'
+    assert reader.feed(event[:-1]) is Verdict.MORE
+    assert reader.feed(event[-1:]) is Verdict.NORMAL
+    assert reader.held == event
+
+
+def test_a_usual_first_event_is_neither_copied_nor_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FirstEvent, "_line", None)
+    reader = FirstEvent(LIMIT)
+    data = b'data: {"id":"a"}\n\ndata: {"id":"a","choices":[]}\n\n'
+    assert reader.feed(data) is Verdict.NORMAL
+    assert reader.held is data
+
+
+def test_what_is_no_object_is_let_go_at_its_first_byte() -> None:
+    assert FirstEvent(LIMIT).feed(b"data: [") is Verdict.NORMAL
+    assert FirstEvent(LIMIT).feed(b"event: x\n") is Verdict.NORMAL
 
 
 def test_what_may_still_be_an_error_is_waited_for() -> None:
