@@ -254,7 +254,7 @@ class TooManyConnections(Busy):
 
 
 class ShuttingDown(Busy):
-    """The proxy is draining before it stops."""
+    """The proxy stops, and the time that running requests get is over."""
 
     code = "shutting_down"
 

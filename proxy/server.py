@@ -15,7 +15,7 @@ from proxy.data.connection import watch_peer
 from proxy.data.front import Front
 from proxy.data.handoff import Handed, WebSide
 from proxy.data.plane import DataPlane
-from proxy.errors import FleetgateError, TooManyConnections
+from proxy.errors import FleetgateError, ShuttingDown, TooManyConnections
 
 _log = logging.getLogger("fleetgate.server")
 
@@ -26,6 +26,9 @@ MAX_KNOWN_PATHS = 1024
 """Paths whose owner is remembered; strangers cannot grow the table further."""
 BACKLOG = 4096
 """Connections that wait for accept. Trainers that open a connection for each request come in bursts."""
+
+LAST_WORDS = 1.0
+"""Seconds that the last bytes to clients get to leave when the proxy ends with requests still under way."""
 
 
 def server_context(settings: Settings) -> ssl.SSLContext | None:
@@ -56,6 +59,7 @@ class Server:
         self._unread: set[ClientConnection] = set()
         self._check: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
+        self._hurried = asyncio.Event()
         settings = plane.settings
         self.ssl_context = server_context(settings)
         self.tick = min(settings.header_timeout, settings.body_timeout, settings.client_idle) / 2
@@ -132,17 +136,40 @@ class Server:
         if self._unread:
             self._check = self.loop.call_later(GONE_CHECK, self._look)
 
+    def hurry(self) -> None:
+        """Wait no longer for running requests: `stop` goes on at once."""
+        self._hurried.set()
+
     async def stop(self) -> None:
-        """Take no more connections, let running requests end within the limit, then cut the rest."""
+        """Take no more connections, let running requests end within the limit, then tell and cut the rest."""
         if self._server is not None:
             self._server.close()
         self.plane.draining = True
         for front in list(self._fronts):
             front.close_if_idle()
         limit = self.plane.settings.drain_timeout
-        if not await self.plane.drain(limit):
-            _log.warning("%d requests still ran after %g s; they are cut", len(self.plane.tracker), limit)
-        for front in list(self._fronts):
-            front.abort()
+        began = self.loop.time()
+        drained = asyncio.ensure_future(self.plane.drain(limit))
+        hurried = asyncio.ensure_future(self._hurried.wait())
+        await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        hurried.cancel()
+        left = len(self.plane.tracker)
+        if left:
+            _log.warning("%d requests still ran after %.1f s; they are cut", left, self.loop.time() - began)
+        await self._end()
         if self._check is not None:
             self._check.cancel()
+
+    async def _end(self) -> None:
+        error = ShuttingDown("the proxy stops; send the request again when it is back")
+        # Those without an engine first: a slot that another one frees must not bring them to one.
+        for exchange in sorted(self.plane.tracker.all(), key=lambda one: one.engine is not None):
+            exchange.client.stop(error)
+        for front in list(self._fronts):
+            front.stop(error)
+        deadline = self.loop.time() + LAST_WORDS
+        while self._fronts and self.loop.time() < deadline:  # noqa: ASYNC110 - only at a stop; not worth an event
+            await asyncio.sleep(0.01)
+        for front in list(self._fronts):
+            front.abort()

@@ -38,7 +38,10 @@ HOP_BY_HOP: frozenset[bytes] = frozenset(
     }
 )
 
-_NAME = re.compile(rb"[A-Za-z0-9-]+")
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token (RFC 9110 section 5.6.2)
+_MARKS = re.compile(rb"[^a-z0-9]")
+_MIMICKED = frozenset({b"content-length", b"transfer-encoding", b"x-forwarded-for", b"x-forwarded-proto"})
+"""Fields that say where a request ends, or for which the proxy vouches: no other name may be taken for one of them."""
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~-]*)(?::[0-9]{0,5})?")
 _TARGET = re.compile(rb"[\x21\x24-\x7e]+")  # visible ASCII without the quote and the number sign
 MAX_DIGITS = 18
@@ -54,14 +57,18 @@ def lower_name(name: bytes) -> bytes:
     """The lower-case form of a field name.
 
     Raises:
-        BadRequest: the name has characters that some servers map onto others, such as the underscore.
+        BadRequest: it is no name, or one that a server which reads all marks alike, as CGI does with the underscore,
+            takes for a field of framing or of forwarding.
     """
     known = _lower.get(name)
     if known is not None:
         return known
     if _NAME.fullmatch(name) is None:
-        raise BadRequest(f"the header name {name[:64]!r} is refused: only letters, digits and '-' are taken")
+        raise BadRequest(f"the header name {name[:64]!r} is refused: it is no token (RFC 9110 section 5.6.2)")
     known = name.lower()
+    read_as = _MARKS.sub(b"-", known)
+    if read_as in _MIMICKED and read_as != known:
+        raise BadRequest(f"the header name {name[:64]!r} is refused: some servers read it as {read_as.decode()!r}")
     if len(_lower) < MAX_KNOWN_NAMES:
         _lower[name] = known
     return known
@@ -94,9 +101,10 @@ class RequestHead:
         chunked: the body comes in chunks.
         expect_continue: the client waits for a 100 before it sends the body.
         keep_alive: the client keeps the connection.
-        websocket: it asks for an upgrade to WebSocket.
+        websocket: it asks for an upgrade to WebSocket, and no body comes with it.
         request_id: ``X-Request-Id``, or None.
         forwarded_for: ``X-Forwarded-For`` lines joined, or None.
+        forwarded_proto: ``X-Forwarded-Proto`` lines joined, or None.
         via: ``Via`` lines joined, or None.
         session: the session key, or None.
         hold_timeout: ``X-Fleetgate-Hold-Timeout`` in seconds, or None.
@@ -119,6 +127,7 @@ class RequestHead:
     websocket: bool = False
     request_id: bytes | None = None
     forwarded_for: bytes | None = None
+    forwarded_proto: bytes | None = None
     via: bytes | None = None
     session: bytes | None = None
     hold_timeout: float | None = None
@@ -136,8 +145,9 @@ class RequestHead:
         """The same head with another Content-Length. Spelled out: `dataclasses.replace` takes four times as long."""
         return RequestHead(
             self.method, self.target, self.path, self.http11, self.fields, self.host, length, self.chunked,
-            self.expect_continue, self.keep_alive, self.websocket, self.request_id, self.forwarded_for, self.via,
-            self.session, self.hold_timeout, self.no_retry, self.authorization, self.upgrade, self.lines,
+            self.expect_continue, self.keep_alive, self.websocket, self.request_id, self.forwarded_for,
+            self.forwarded_proto, self.via, self.session, self.hold_timeout, self.no_retry, self.authorization,
+            self.upgrade, self.lines,
         )  # fmt: skip
 
 
@@ -187,7 +197,8 @@ def inspect(
         known = _lower.get(name) or lower_name(name)
         if known not in _SPECIAL:
             fields.append((name, value))
-            if known in session_headers and head.session is None:
+            # An empty one is none, or all who send it would be one session.
+            if value and known in session_headers and head.session is None:
                 head.session = value
             continue
         if known == b"host":
@@ -211,6 +222,7 @@ def inspect(
                 elif option not in (b"keep-alive", b"upgrade", b""):
                     named = {option} if named is None else named | {option}
         elif known == b"upgrade":
+            head.upgrade = True
             upgrade = value.lower().strip()
         elif known == b"expect":
             if value.lower().strip() != b"100-continue":
@@ -223,6 +235,8 @@ def inspect(
                 fields.append((name, value))
         elif known == b"x-forwarded-for":
             head.forwarded_for = value if head.forwarded_for is None else head.forwarded_for + b", " + value
+        elif known == b"x-forwarded-proto":
+            head.forwarded_proto = value if head.forwarded_proto is None else head.forwarded_proto + b", " + value
         elif known == b"via":
             head.via = value if head.via is None else head.via + b", " + value
         elif known == b"authorization":
@@ -243,9 +257,11 @@ def inspect(
         raise BadRequest("the Host field is not a host with an optional port")
     _set_target(head, target)
     head.keep_alive = not close
-    head.upgrade = bool(upgrade)
-    head.websocket = upgrade == b"websocket" and http11 and method == b"GET"
+    head.websocket = upgrade == b"websocket" and http11 and method == b"GET" and not head.has_body
     if named is not None:
+        if b"x-request-id" in named:
+            # It was for this hop only: the proxy's own takes its place.
+            head.request_id = None
         head.fields = [(name, value) for name, value in fields if lower_name(name) not in named]
     return head
 
@@ -257,7 +273,6 @@ _SPECIAL: frozenset[bytes] = HOP_BY_HOP | {
     b"x-request-id",
     b"x-forwarded-for",
     b"x-forwarded-proto",
-    b"x-forwarded-host",
     b"via",
     b"authorization",
     b"x-fleetgate-hold-timeout",

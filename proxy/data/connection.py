@@ -143,8 +143,8 @@ class Connection(asyncio.Protocol):
         return Failure(Kind.LOST, f"{detail} before any answer byte")
 
     def eof_received(self) -> bool:
-        """An answer that is delimited by the end of the connection ends here (RFC 9112 section 6.3)."""
-        head = self._head
+        """An answer that only this delimits ends here (RFC 9112 section 6.3); a tunnel ends with `connection_lost`."""
+        head = self._head if self.tunnel is None else None
         if head is not None and self.receiver is not None and head.length is None and not head.chunked:
             self._finish()
             self._dirty = True

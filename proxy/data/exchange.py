@@ -232,6 +232,10 @@ class Exchange(Answering):
         """The gate cannot hold it, or the connection refuses it."""
         self._fail(error)
 
+    def stopped(self, error: FleetgateError) -> None:
+        """The proxy ends."""
+        self._fail(error)
+
     def _ping(self) -> None:
         """Keep a held stream's connection busy with SSE comments, which clients skip."""
         self.relay.ping()
@@ -342,10 +346,8 @@ class Exchange(Answering):
         """Give the client an error of the proxy's own."""
         if self.phase is _DONE:
             return
-        if self.relay.pinging and self.phase is not _ANSWERED:
+        if self.relay.begun:
             self.relay.cut(error.message, code=error.code, status=error.status)
-        elif self.relay.begun:
-            self.client.cut(hard=True)
         else:
             self._drop_attempt()
             self.client.answer_begun()

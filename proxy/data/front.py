@@ -42,7 +42,6 @@ class Front(TunnelConnection):
     """One client connection."""
 
     __slots__ = (
-        "_arriving",
         "_begun",
         "_error",
         "_fields",
@@ -50,7 +49,6 @@ class Front(TunnelConnection):
         "_head_bytes",
         "_head_since",
         "_last_read",
-        "_parser",
         "_repeats",
         "_timer",
         "_url",
@@ -58,7 +56,6 @@ class Front(TunnelConnection):
 
     def __init__(self, server: Server) -> None:
         super().__init__(server)
-        self._parser = httptools.HttpRequestParser(self)
         self._repeats = Repeats(server.plane.limits)
         self._url = b""
         self._fields: list[tuple[bytes, bytes]] = []
@@ -66,7 +63,6 @@ class Front(TunnelConnection):
         self._head_since = 0.0
         self._frame_bytes = 0
         self._last_read = 0.0
-        self._arriving: Inbound | None = None
         self._error: FleetgateError | None = None
         self._begun = False
         self._timer: asyncio.TimerHandle | None = None
@@ -192,13 +188,15 @@ class Front(TunnelConnection):
         server = self._server
         parser = self._parser
         url, self._url = self._url, b""
-        fields, self._fields = self._fields, []
+        fields = self._fields
         method, version = parser.get_method(), parser.get_http_version()
         head = self._repeats.find(method, url, version, fields)
         if head is None:
             plane = server.plane
             head = inspect(method, url, version, fields, limits=plane.limits, session_headers=plane.session_headers)
             self._repeats.keep(method, url, version, fields, head)
+        if head.upgrade:
+            self._judge_upgrade(head)
         self._head_since = 0.0
         self._head_bytes = self._frame_bytes = 0
         if head.via is not None and server.plane.name in head.via:
@@ -206,6 +204,7 @@ class Front(TunnelConnection):
         owner = server.owner(head.path)
         if owner is _REFUSE:
             raise PathRefused(f"the path {head.path[:128]!r} would be read as a control path; write it plainly")
+        self._fields = []
         request: Inbound = Exchange(server.plane, self, head) if owner is _DATA else server.handoff(self, head)
         self._arriving = request
         if self._active is None:
@@ -224,6 +223,8 @@ class Front(TunnelConnection):
         request = self._arriving
         if request is not None:
             if not request.head.keep_alive:
+                if self._body_skipped(request.head):
+                    return
                 self._deaf = True
             request.body_end()
             self._arriving = None
@@ -310,13 +311,20 @@ class Front(TunnelConnection):
     def _answer_nobody(self, error: FleetgateError) -> None:
         """An error about what never became a request."""
         self._server.plane.stats.answered("other", error.status)
-        self.write(error_answer(error, close=True))
+        fields, self._fields = self._fields, []
+        sent = next((value for name, value in fields if value and name.lower() == b"x-request-id"), None)
+        self.write(error_answer(error, close=True, extra=[self._id_field(sent)]))
         self.linger()
+
+    def _id_field(self, sent: bytes | None) -> tuple[str, str]:
+        plane = self._server.plane
+        return "X-Request-Id", (sent or plane.new_id(plane.next_order())).decode("latin-1")
 
     def send_error(self, error: FleetgateError, request: Inbound) -> None:
         """A whole answer of the proxy's own, in the OpenAI error shape."""
-        extra: list[tuple[str, str]] = []
-        if isinstance(request, Exchange):
+        if not isinstance(request, Exchange):
+            extra = [self._id_field(request.head.request_id)]
+        else:
             extra = [
                 ("X-Request-Id", request.request_id),
                 ("X-Fleetgate-Attempts", str(request.attempts)),

@@ -80,6 +80,13 @@ class Gathered:
             self._client.send_error(error, self)
             self._client.request_done(self)
 
+    def stopped(self, error: FleetgateError) -> None:
+        """The proxy ends: a call that is under way is cut, for nobody can say yet what comes of it."""
+        if self._passed:
+            self._client.abort()
+        else:
+            self.refused(error)
+
     def crashed(self) -> None:
         """A bug: the client gets a cut, never silence."""
         _log.exception("a control call could not be answered")
@@ -104,10 +111,10 @@ class Gathered:
         """Let go of whoever answers; may be called at any time, more than once."""
         raise NotImplementedError
 
-    def plain_request(self, body: bytes, extra: bytes = b"") -> bytes:
-        """The request as one plain HTTP/1.1 message: framing made anew, a request without a body stays without."""
+    def plain_request(self, body: bytes, extra: bytes = b"", version: bytes = b"1.1") -> bytes:
+        """The request as one plain message: framing made anew, a request without a body stays without."""
         head = self.head
-        lines = [head.method, b" ", head.target, b" HTTP/1.1\r\nHost: ", head.host or b"localhost", b"\r\n"]
+        lines = [head.method, b" ", head.target, b" HTTP/", version, b"\r\nHost: ", head.host or b"localhost", b"\r\n"]
         for name, value in head.fields:
             lines += (name, b": ", value, b"\r\n")
         lines.append(extra)

@@ -35,5 +35,8 @@ class Inbound(Protocol):
     def refused(self, error: FleetgateError) -> None:
         """The rest of the request is refused: answer with this error if nothing was answered yet."""
 
+    def stopped(self, error: FleetgateError) -> None:
+        """The proxy ends: say so if an answer may still be given, or cut the one that has begun."""
+
     def crashed(self) -> None:
         """One of the above raised; called inside the handler. The request must end now. Must not raise."""

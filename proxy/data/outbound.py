@@ -25,8 +25,8 @@ def field_lines(exchange: Exchange) -> bytes:
 def _lines(exchange: Exchange) -> bytes:
     """The client's end-to-end fields, then the proxy's own.
 
-    Forwarding fields are kept from trusted peers only (`trusted_proxies`) and appended to; ``Via`` is a must for a
-    gateway (RFC 9110 section 7.6.3).
+    Of trusted peers only (`trusted_proxies`) ``X-Forwarded-For`` is kept and appended to, ``X-Forwarded-Proto`` kept.
+    ``Via`` is a must for a gateway (RFC 9110 section 7.6.3).
     """
     head = exchange.head
     plane = exchange.plane
@@ -46,7 +46,8 @@ def _lines(exchange: Exchange) -> bytes:
         parts += (b"X-Forwarded-For: ", head.forwarded_for, b", ", peer, b"\r\n")
     else:
         parts += (b"X-Forwarded-For: ", peer, b"\r\n")
-    parts += (b"X-Forwarded-Proto: ", plane.scheme, b"\r\nVia: ")
+    proto = head.forwarded_proto if exchange.client.trusted else None
+    parts += (b"X-Forwarded-Proto: ", proto or plane.scheme, b"\r\nVia: ")
     if head.via is not None:
         parts += (head.via, b", ")
     parts += (b"1.1 ", plane.name, b"\r\n")

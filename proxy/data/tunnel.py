@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
+
+import httptools
 
 from proxy.data.client import ClientConnection
 
 if TYPE_CHECKING:
+    from proxy.core.framing import RequestHead
     from proxy.data.inbound import Inbound
+    from proxy.errors import FleetgateError
     from proxy.server import Server
 
 
@@ -21,9 +26,11 @@ class TunnelConnection(ClientConnection):
         _deaf: what still comes is dropped.
         _tunnel: takes every further byte of the client.
         _tunnel_early: bytes that came before the engine took the upgrade; None without one.
+        _arriving: the request whose body is still coming.
+        _parser: splits what comes.
     """
 
-    __slots__ = ("_active", "_deaf", "_queue", "_tunnel", "_tunnel_early")
+    __slots__ = ("_active", "_arriving", "_deaf", "_parser", "_queue", "_tunnel", "_tunnel_early")
 
     def __init__(self, server: Server) -> None:
         super().__init__(server)
@@ -32,11 +39,55 @@ class TunnelConnection(ClientConnection):
         self._deaf = False
         self._tunnel: Callable[[bytes], None] | None = None
         self._tunnel_early: bytes | None = None
+        self._arriving: Inbound | None = None
+        self._parser = httptools.HttpRequestParser(self)
+
+    def stop(self, error: FleetgateError) -> None:
+        """The proxy ends now: whoever waits for an answer is told so, every connection is closed."""
+        active = self._active
+        if active is None:
+            self.close()
+            return
+        try:
+            active.stopped(error)
+        except Exception:
+            active.crashed()
 
     @property
     def in_tunnel(self) -> bool:
         """The connection carries another protocol."""
         return self._tunnel is not None
+
+    def _judge_upgrade(self, head: RequestHead) -> None:
+        """A head with an ``Upgrade`` field: only the parser knows whether ``Connection`` names it, as it must.
+
+        Any but a WebSocket's is ignored (RFC 9110 section 7.8), and nothing is read after its request.
+        """
+        if not self._parser.should_upgrade():
+            head.websocket = False
+        elif not head.websocket:
+            head.keep_alive = False
+
+    def _body_skipped(self, head: RequestHead) -> bool:
+        """Whether the parser only believes that the request is whole: it takes its body for another protocol."""
+        return head.upgrade and head.has_body and self._parser.should_upgrade()
+
+    def _read_body(self, head: RequestHead, rest: bytes) -> None:
+        """The request goes on as a plain one: a parser that never saw the upgrade reads its body."""
+        took = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
+        self._parser = httptools.HttpRequestParser(took)
+        framing = b"Transfer-Encoding: chunked" if head.chunked else b"Content-Length: %d" % (head.length or 0)
+        self._parser.feed_data(b"POST / HTTP/1.1\r\nConnection: close\r\n%b\r\n\r\n" % framing)
+        if rest:
+            self.data_received(rest)
+
+    def on_body(self, data: bytes) -> None:
+        """A piece of a body."""
+        raise NotImplementedError
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        raise NotImplementedError
 
     def _upgrade(self, rest: bytes) -> None:
         """The request asks for an upgrade.
@@ -45,16 +96,19 @@ class TunnelConnection(ClientConnection):
         request (CVE-2026-2833 in another proxy).
         """
         active = self._active
-        if active is None or self._queue:
+        if self._arriving is not None:
+            self._read_body(self._arriving.head, rest)
+        elif active is None or self._queue:
             # It was answered already, or waits behind another request: then it is answered like any other.
             self._deaf = True
             if active is None:
                 self.linger()
+            else:
+                self._queue[-1].head.websocket = False
         elif active.head.websocket:
             self._tunnel_early = b""
             self._early(rest)
         else:
-            active.head.keep_alive = False
             self._deaf = True
 
     def _early(self, data: bytes) -> None:

@@ -93,7 +93,8 @@ class Passed(Gathered):
         """The head of the director's answer."""
         fields = [pair for pair in head.headers if pair[0].lower() not in _DROPPED]
         self._answering = True
-        self._chunked = head.length is None and head.status not in (204, 304) and self.head.method != b"HEAD"
+        bodyless = head.status in (204, 304) or self.head.method == b"HEAD"
+        self._chunked = head.length is None and not bodyless and self.head.http11
         parts = [b"HTTP/1.1 %d " % head.status, head.reason, b"\r\n"]
         for name, value in fields:
             parts += (name, b": ", value, b"\r\n")

@@ -136,6 +136,8 @@ class WorkerProcess:
                 assert self.plane is not None
                 self.plane.balancer.forget(message["engine"])
             case "stop":
+                if self._stopping.is_set() and self.server is not None:
+                    self.server.hurry()
                 self._stopping.set()
         return None
 

@@ -140,6 +140,30 @@ async def test_forwarding_fields_of_strangers_are_dropped() -> None:
         assert engine.requests[0].field("X-Forwarded-Proto") == "http"
 
 
+async def test_the_forwarded_scheme_of_a_trusted_proxy_is_kept() -> None:
+    async with FaultEngine(echo()) as engine, proxy_for(engine) as app:
+        for sent in ("https", ""):
+            await ask(app.url, post("/v1/completions", BODY, f"X-Forwarded-Proto: {sent}"))
+        fields = [[value for name, value in one.fields if name == b"X-Forwarded-Proto"] for one in engine.requests]
+        assert fields == [[b"https"], [b"http"]]
+
+
+async def test_an_id_that_is_named_as_hop_by_hop_is_replaced() -> None:
+    async with FaultEngine(echo()) as engine, proxy_for(engine) as app:
+        got = await ask(app.url, post("/v1/completions", BODY, "Connection: X-Request-Id", "X-Request-Id: a"))
+        ids = [value for name, value in engine.requests[0].fields if name.lower() == b"x-request-id"]
+        assert ids == [(got.field("X-Request-Id") or "").encode()]
+        assert ids != [b"a"]
+
+
+async def test_a_refusal_of_a_head_carries_its_id() -> None:
+    async with FaultEngine(echo()) as engine, proxy_for(engine) as app:
+        for wrong in ("Expect: tea", "X-A: " + "a" * 9000):
+            got = await ask(app.url, post("/v1/completions", BODY, "X-Request-Id: mine", wrong))
+            assert got.status in (417, 431)
+            assert got.field("X-Request-Id") == "mine"
+
+
 async def test_a_loop_is_noticed() -> None:
     async with FaultEngine(echo()) as engine, proxy_for(engine) as app:
         await ask(app.url, get("/v1/models"))

@@ -55,6 +55,8 @@ VECTORS: dict[str, tuple[bytes, int]] = {
     "TE space before colon": (request(b"Transfer-Encoding : chunked") + CHUNKS, 400),
     "CL underscore name": (request(b"Content_Length: 2") + b"{}", 400),
     "TE underscore name": (request(CL, b"Transfer_Encoding: chunked") + BODY, 400),
+    "CL dotted name": (request(CL, b"Content.Length: 2") + BODY, 400),
+    "forged forwarding by an underscore name": (request(CL, b"X_Forwarded_For: 6.6.6.6") + BODY, 400),
     # Lines
     "obs-fold": (request(b"X-A: a\r\n b", CL) + BODY, 400),
     "obs-fold of TE": (request(b"Transfer-Encoding:\r\n chunked") + CHUNKS, 400),
@@ -74,7 +76,6 @@ VECTORS: dict[str, tuple[bytes, int]] = {
     "control character in a value": (request(b"X-A: a\x01b", CL) + BODY, 400),
     "8-bit name": (request(b"X-\xe9: a", CL) + BODY, 400),
     "parenthesis in a name": (request(b"X-(A): a", CL) + BODY, 400),
-    "dot in a name": (request(b"X.A: a", CL) + BODY, 400),
     # Host and target
     "no Host": (request(CL, host=None) + BODY, 400),
     "two Hosts": (request(b"Host: b", CL) + BODY, 400),
@@ -143,6 +144,7 @@ async def test_refused_and_nothing_reaches_an_engine(name: str) -> None:
         answer = await asyncio.wait_for(client.reply(), 5)
         assert answer.status == status, answer
         assert answer.field("X-Fleetgate-Error")
+        assert answer.field("X-Request-Id")
         assert answer.field("Connection") == "close"
         # What follows on the connection is never read as a request.
         await client.send(INNER)
@@ -198,6 +200,25 @@ async def test_an_early_answer_never_lets_the_rest_of_the_body_become_a_request(
         engine.reads_body = True
         assert (await ask(app.url, post("/v1/completions", BODY))).status == 200
         assert engine.requests[-1].wire is not engine.requests[0].wire
+
+
+@pytest.mark.parametrize("token", [b"h2c", b"websocket"])
+async def test_bytes_after_the_body_of_an_upgrade_that_is_not_made_are_never_a_request(token: bytes) -> None:
+    async with FaultEngine(echo()) as engine, proxy_for(engine) as app, Client.to(app.url) as client:
+        head = request(b"Connection: Upgrade", b"Upgrade: " + token, CL)
+        await client.send(head + BODY + INNER)
+        answer = await client.reply()
+        assert (answer.status, answer.field("Connection")) == (200, "close")
+        assert await asyncio.wait_for(client.closed(), 5)
+        assert [one.body for one in engine.requests] == [BODY]
+
+
+async def test_a_broken_body_behind_an_upgrade_that_is_not_made_is_refused() -> None:
+    async with FaultEngine(echo()) as engine, proxy_for(engine) as app, Client.to(app.url) as client:
+        await client.send(request(b"Connection: Upgrade", b"Upgrade: h2c", CHUNKED) + b"2\r\n{}\r\nzz\r\n")
+        assert (await client.reply()).status == 400
+        assert await asyncio.wait_for(client.closed(), 5)
+        assert engine.requests == []
 
 
 @pytest.mark.parametrize("token", [b"h2c", b"websocket2", b"TLS/1.0"])

@@ -54,7 +54,12 @@ REFUSED: list[tuple[str, dict[str, object], Fields, type[ClientFault]]] = [
     ("chunked twice", {}, [(b"Transfer-Encoding", b"chunked, chunked")], BadRequest),
     ("two codings", {}, [(b"Transfer-Encoding", b"chunked"), (b"Transfer-Encoding", b"chunked")], BadRequest),
     ("Expect", {}, [(b"Expect", b"tea")], ExpectationFailed),
-    ("underscore", {}, [(b"Content_Length", b"2")], BadRequest),
+    ("length with an underscore", {}, [(b"Content_Length", b"2")], BadRequest),
+    ("length with a dot", {}, [(b"content.Length", b"2")], BadRequest),
+    ("coding with an underscore", {}, [(b"TRANSFER_ENCODING", b"chunked")], BadRequest),
+    ("forwarding with an underscore", {}, [(b"X_Forwarded-For", b"6.6.6.6")], BadRequest),
+    ("no token", {}, [(b"X Y", b"1")], BadRequest),
+    ("empty name", {}, [(b"", b"1")], BadRequest),
     ("long line", {}, [(b"X", b"a" * 9000)], HeadersTooLarge),
     ("many fields", {}, [(b"X", b"a")] * 200, HeadersTooLarge),
     ("long head", {}, [(b"X", b"a" * 8000)] * 10, HeadersTooLarge),
@@ -101,8 +106,19 @@ def test_hop_by_hop_fields_and_those_named_are_dropped() -> None:
 def test_ours_cannot_be_stripped_by_naming_them() -> None:
     head = look((b"Connection", b"X-Request-Id, Via"), (b"X-Request-Id", b"a"), (b"Via", b"1.1 b"))
     assert head.fields == []
-    assert head.request_id == b"a"
+    # What is for this hop only goes no further; ours takes its place.
+    assert head.request_id is None
     assert head.via == b"1.1 b"
+
+
+def test_every_token_is_a_name() -> None:
+    fields = [(b"!#$%&'*+.^_`|~", b"1"), (b"X_Req", b"2"), (b"X.Req", b"3"), (b"x-req_1", b"4")]
+    assert look(*fields).fields == fields
+
+
+def test_the_host_that_was_forwarded_is_an_end_to_end_field() -> None:
+    fields = [(b"X-Forwarded-Host", b"a"), (b"x-forwarded-host", b"b, c")]
+    assert look(*fields).fields == fields
 
 
 def test_joined_fields() -> None:
@@ -144,12 +160,22 @@ def test_a_websocket_is_an_upgrade_of_a_get() -> None:
     assert look(upgrade, method=b"GET").websocket
     assert not look(upgrade).websocket
     assert not look(upgrade, method=b"GET", version="1.0").websocket
+    # With a body it is none: the body would have to come before the frames.
+    assert not look(upgrade, (b"Content-Length", b"2"), method=b"GET").websocket
+    assert look(upgrade, (b"Content-Length", b"0"), method=b"GET").websocket
 
 
 def test_an_empty_request_id_is_none() -> None:
     head = look((b"X-Request-Id", b""), (b"X-Request-Id", b"b"))
     assert head.request_id == b"b"
     assert head.fields == [(b"X-Request-Id", b"b")]
+
+
+def test_an_empty_session_is_none() -> None:
+    assert look((b"X-Session-ID", b"")).session is None
+    assert look((b"X-Session-ID", b""), (b"X-B", b"k")).session == b"k"
+    # It is the client's field all the same.
+    assert look((b"X-B", b"")).fields == [(b"X-B", b"")]
 
 
 def test_names_are_remembered_within_a_bound() -> None:
