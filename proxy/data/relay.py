@@ -43,6 +43,7 @@ class Relay:
         "_delimited",
         "_exchange",
         "_flood",
+        "_stated",
         "_tail",
         "_unsent",
         "_waiting",
@@ -56,7 +57,8 @@ class Relay:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._chunked = False
-        self._delimited = True
+        self._delimited = True  # by the engine
+        self._stated = False  # the client was told a length
         self._tail = b""
         self.stream = False
         self.begun = False
@@ -85,6 +87,7 @@ class Relay:
         said = head.fields()
         lines = said.lines
         if head.length is not None and not head.chunked:
+            self._stated = True
             if head.status != 204 and not (no_body and head.length == 0):
                 lines.append(b"Content-Length: %d\r\n" % head.length)
         elif not no_body:
@@ -231,7 +234,7 @@ class Relay:
         exchange = self._exchange
         if self._unsent:
             self._out(b"", more=False)
-        if not self.stream or not (self._chunked or not self._delimited):
+        if not self.stream or self._stated:
             # JSON, or a stream of a stated length, which more bytes could make look complete.
             exchange.client.cut(hard=True)
             return

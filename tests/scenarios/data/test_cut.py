@@ -130,6 +130,20 @@ async def test_a_cut_stream_ends_with_one_error_event_in_the_routes_own_protocol
         assert len(one.requests) + len(two.requests) == 1
 
 
+@pytest.mark.parametrize("form", ["stream", "stream to the end"])
+async def test_a_client_of_http_1_0_gets_the_error_event_then_a_reset(form: str) -> None:
+    """Its answer ends with its connection, so a plain end of it would look whole."""
+    data = FORMS[form]
+    at = data.index(EVENTS[3]) + len(EVENTS[3]) + (2 if form == "stream" else 0)
+    async with FaultEngine(cut_after(at, data)) as engine, proxy_for(engine, max_attempts=1) as app:
+        async with Client.to(app.url) as client:
+            await client.send(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
+            body = (await client.reader.readuntil(b"}}\n\n")).partition(b"\r\n\r\n")[2]
+            assert body.startswith(b"".join(EVENTS[:4]) + b'data: {"error":')
+            with pytest.raises(ConnectionResetError):
+                await client.reader.read()
+
+
 async def test_an_error_event_after_the_first_token_is_passed_on_once() -> None:
     failed = b'data: {"error":{"message":"dead","type":"InternalServerError","code":500}}\n\n'
     data = sse(EVENTS[0], failed, b"data: [DONE]\n\n")

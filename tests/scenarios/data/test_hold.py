@@ -217,6 +217,17 @@ async def test_after_pings_a_refusal_is_an_error_event_and_a_cut() -> None:
         assert b"400" in got.body
 
 
+async def test_a_pinged_client_of_http_1_0_is_told_of_the_limit_and_reset() -> None:
+    async with FaultEngine(echo()) as engine, proxy_for(engine, hold_ping=0.03, hold_timeout=0.2) as app:
+        app.plane.gate.close("a trainer")
+        async with Client.to(app.url) as client:
+            await client.send(b'POST /v1/completions HTTP/1.0\r\nContent-Length: 16\r\n\r\n{"stream": true}')
+            body = (await client.reader.readuntil(b"}}\n\n")).partition(b"\r\n\r\n")[2]
+            assert b'"param":"hold_timeout"' in body
+            with pytest.raises(ConnectionResetError):
+                await client.reader.read()
+
+
 async def test_a_request_that_asks_for_no_stream_gets_no_pings() -> None:
     async with FaultEngine(echo()) as engine, proxy_for(engine, hold_ping=0.02) as app, Client.to(app.url) as client:
         app.plane.gate.close("a trainer")

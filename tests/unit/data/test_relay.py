@@ -325,3 +325,31 @@ def test_a_bug_in_one_flush_holds_no_other_stream_up() -> None:
     whole.writes.clear()
     loop.turn(0.001)
     assert (crashed, whole.writes) == ([True], [b"1\r\nx\r\n"])
+
+
+@pytest.mark.parametrize("http11", [True, False])
+@pytest.mark.parametrize(
+    ("length", "chunked", "told"), [(None, True, True), (None, False, True), (100, False, False), (100, True, True)]
+)
+def test_a_cut_stream_tells_its_error_unless_the_client_was_told_a_length(
+    http11: bool, length: int | None, chunked: bool, told: bool
+) -> None:
+    relay, client = rig(http11=http11)
+    relay.stream = True
+    relay.begin(head(length=length, chunked=chunked))
+    relay.data(b"data: 1\n\n", 1.0)
+    relay.cut("gone", code="engine_broken", status=502)
+    assert (b'"error"' in b"".join(client.writes)) is told
+    assert client.cuts == [not told]
+
+
+@pytest.mark.parametrize("http11", [True, False])
+def test_a_pinged_stream_tells_its_error_whatever_the_engine_says(http11: bool) -> None:
+    for begins in (False, True):
+        relay, client = rig(http11=http11)
+        relay.ping()
+        if begins:
+            relay.begin(head(length=100))
+        relay.cut("gone", code="hold_timeout", status=503)
+        assert b'"error"' in b"".join(client.writes)
+        assert client.cuts == [False]
