@@ -15,6 +15,7 @@ from proxy.core.engine_state import State
 from proxy.core.lifecycle import RoundState
 from proxy.errors import BadRequest, Conflict
 from proxy.fleet.engine import Engine
+from proxy.tasks import spawn
 
 if TYPE_CHECKING:
     from proxy.control.plane import ControlPlane
@@ -206,7 +207,10 @@ class FleetApi:
             seconds = math.nan
         if not 0 <= seconds < math.inf:
             raise BadRequest(f"drain={raw!r} must be seconds, such as drain=30")
-        idle = await asyncio.shield(asyncio.ensure_future(self._plane.members.remove(engine, drain=seconds)))
+        removal = spawn(self._plane.members.remove(engine, drain=seconds), name=f"remove {engine.id}")
+        idle = await asyncio.shield(removal)
+        if idle is None:
+            raise Conflict(f"engine {engine.id} was added again while it drained; it stays")
         return _json({"removed": engine.id, "idle": idle})
 
     async def act(self, request: web.Request) -> web.Response:
@@ -233,6 +237,9 @@ class FleetApi:
             raise Conflict(f"engine {engine.id} is {engine.state}; only one that answers can be admitted")
         if engine.updating:
             raise Conflict(f"engine {engine.id} is inside a weight update; finish it or /resume first")
+        if engine.leaving:
+            raise Conflict(f"engine {engine.id} is being removed; POST /fleet/engines with its URL keeps it")
+        engine.drained = False
         engine.tainted = False
         engine.failed_call = ""
         engine.owed.clear()

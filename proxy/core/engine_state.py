@@ -9,10 +9,13 @@ Two rules hold everywhere:
 
           CAME                ADMIT
 starting ------> fenced --------------> ready <--> draining
-    ^              ^  ^                  |             |
-    |              |  +------ FENCE -----+-------------+
-    |    CAME      |
+    ^              ^  ^ |                |             ^ |
+    |              |  +-|---- FENCE -----+-------------|-+
+    |    CAME      |    +--------------- DRAIN --------+
    down -----------+      LOST: from every state to down
+
+An engine that somebody drained or is removing takes the ``DRAIN`` from the fence instead of the ``ADMIT``
+(`proxy.fleet.registry.Fleet.apply`): its weights are fine, and it gets nothing all the same.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class Event(StrEnum):
     FENCE = "fence"
     """Its weights are not known to be the fleet's."""
     DRAIN = "drain"
-    """An operator wants it out of rotation; running requests go on."""
+    """An operator wants it out of rotation, or it is being removed; running requests go on."""
     LOST = "lost"
     """It does not answer."""
 
@@ -50,6 +53,7 @@ MOVES: dict[tuple[State, Event], State] = {
     (State.STARTING, Event.FENCE): State.FENCED,
     (State.STARTING, Event.LOST): State.DOWN,
     (State.FENCED, Event.ADMIT): State.READY,
+    (State.FENCED, Event.DRAIN): State.DRAINING,
     (State.FENCED, Event.LOST): State.DOWN,
     (State.READY, Event.FENCE): State.FENCED,
     (State.READY, Event.DRAIN): State.DRAINING,

@@ -1,7 +1,8 @@
 """Engines that a watched file or DNS names: they join and leave by themselves.
 
-A source owns only the engines it brought; those of ``--engine`` and of the API stay whatever it says. A source that
-fails (no file, no answer) changes nothing: an outage of the directory must not empty the fleet. While a transfer group
+A source owns only the engines it brought; those of ``--engine`` and of the API stay whatever it says. What two sources
+name stays until neither does; what is named again while it still drains stays. A source that fails (no file, no answer)
+changes nothing: an outage of the directory must not empty the fleet. While a transfer group
 stands, an engine that joins is not a member of it; it stays fenced until the next round takes it in. Whoever brought
 an engine, it comes to its share of the requests by `proxy.fleet.ramps`.
 """
@@ -43,7 +44,10 @@ class Source:
         self.name = name
         self.look = look
         self.interval = interval
-        self.mine: list[str] = []
+        self.named: list[str] = []
+        """What it named when it was last believed."""
+        self.mine: set[str] = set()
+        """Those of them that it brought."""
         self.empty = 0
         self.complaint = ""
 
@@ -64,6 +68,8 @@ class Discovery:
         self._ramps = Ramps(fleet, settings.slow_start)
         self._tasks: list[asyncio.Task[None]] = []
         self._sources: list[Source] = []
+        # They are added after the first look at the sources, and yet are not the sources' own.
+        self._configured = {engine_id(url) for url in settings.engine}
         if settings.engines_file is not None:
             watched = FileList(settings.engines_file)
             self._sources.append(Source(str(settings.engines_file), watched.look, FILE_INTERVAL))
@@ -99,22 +105,43 @@ class Discovery:
             return
         source.complaint = ""
         if wanted is None:
-            return
+            if not source.empty:
+                return
+            # Still as empty as it was.
+            wanted = []
         source.empty = source.empty + 1 if not wanted else 0
-        if source.mine and not wanted and source.empty < EMPTY_LOOKS:
+        if source.named and not wanted and source.empty < EMPTY_LOOKS:
             return
-        change = difference(source.mine, wanted)
+        change = difference(source.named, wanted)
+        source.named = wanted
         for url in change.add:
-            if engine_id(url) not in self._fleet.engines:
-                self._members.add(url)
-                _log.info("engine %s joins (%s)", url, source.name)
-            source.mine.append(url)
+            self._join(source, url)
         for url in change.remove:
-            source.mine.remove(url)
-            engine = self._fleet.engines.get(engine_id(url))
-            if engine is not None:
-                _log.info("engine %s leaves (%s)", url, source.name)
-                spawn(self._members.remove(engine, drain=self._settings.drain_timeout), name=f"remove {engine.id}")
+            self._leave(source, url)
+
+    def _join(self, source: Source, url: str) -> None:
+        name = engine_id(url)
+        engine = self._fleet.engines.get(name)
+        if engine is None:
+            self._members.add(url)
+        elif not self._members.stay(engine, f"{source.name} names it again"):
+            return
+        if name not in self._configured:
+            source.mine.add(url)
+        _log.info("engine %s joins (%s)", url, source.name)
+
+    def _leave(self, source: Source, url: str) -> None:
+        if url not in source.mine:
+            return
+        source.mine.discard(url)
+        other = next((each for each in self._sources if url in each.named), None)
+        if other is not None:
+            other.mine.add(url)
+            return
+        engine = self._fleet.engines.get(engine_id(url))
+        if engine is not None:
+            _log.info("engine %s leaves (%s)", url, source.name)
+            spawn(self._members.remove(engine, drain=self._settings.drain_timeout), name=f"remove {engine.id}")
 
 
 class FileList:

@@ -54,6 +54,8 @@ class Engine:
         was_rl: it had the RL routes at some time.
         by_hand: an operator admitted (True) or fenced (False) it; None: the rules decide. An admission speaks for the
             weights of that moment: a restart, another label or another update ends it.
+        drained: an operator wants this process to get no new requests, whatever its weights are worth.
+        leaving: likewise, because it is being removed.
         failed_call: the control call that it failed or missed, so that it is looked at again before it is admitted.
         owed: idempotent control calls that it failed or missed, by path; sent again before it is admitted.
         busy: control calls that are running there; its engine core may answer nothing else meanwhile.
@@ -90,6 +92,8 @@ class Engine:
     met: bool = False
     was_rl: bool = False
     by_hand: bool | None = None
+    drained: bool = False
+    leaving: bool = False
     failed_call: str = ""
     owed: dict[str, Shot] = field(default_factory=dict)
     busy: int = 0
@@ -131,7 +135,7 @@ class Engine:
         """Another process answers: nothing that was known of its weights and its pauses holds."""
         self.boot += 1
         self.epoch = UNKNOWN_EPOCH
-        self.tainted = self.updating = self.paused = False
+        self.tainted = self.updating = self.paused = self.drained = False
         self.asleep = frozenset()
         self.by_hand = None if self.by_hand else self.by_hand
         self.owed.clear()

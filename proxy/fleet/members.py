@@ -1,6 +1,6 @@
 """Who belongs to the fleet: engines are added, drained and removed here, whoever asks for it.
 
-Other sources of members (a watched file, DNS) call the same three methods.
+Other sources of members (a watched file, DNS) call the same methods.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from proxy.config import Settings
 from proxy.core.addresses import parse_engine_url
-from proxy.core.engine_state import Event, IllegalMoveError, State
+from proxy.core.engine_state import Event, State
 from proxy.data.upstream import Upstream
 from proxy.errors import BadRequest, Conflict, Forbidden, NotFound
 from proxy.fleet.engine import Engine, engine_id
@@ -69,7 +69,7 @@ class Members:
         return engine
 
     def add_asked(self, url: object) -> Engine:
-        """Take in an engine that ``POST /fleet/engines`` names.
+        """Take in an engine that ``POST /fleet/engines`` names, or keep one that is being removed.
 
         Raises:
             BadRequest: no URL, or a bad one.
@@ -86,6 +86,11 @@ class Members:
         if not any(_allowed(where, pattern) for pattern in self._settings.allow_engines):
             allowed = ", ".join(self._settings.allow_engines) or "none"
             raise Forbidden(f"engine {where} is not allowed; --allow-engines has: {allowed}")
+        known = self._fleet.engines.get(engine_id(canonical))
+        if known is not None and known.leaving:
+            known.drained = False
+            self.stay(known, "added again while it was being removed")
+            return known
         try:
             return self.add(canonical)
         except ValueError as error:
@@ -104,37 +109,57 @@ class Members:
         return engine
 
     def drain(self, engine: Engine, reason: str) -> None:
-        """Give it no new requests; those that run go on.
+        """Give this process no new requests until an operator admits it; those that run go on.
+
+        One that is fenced stays so, and drains once nothing else keeps it out: a fence may end by itself.
 
         Raises:
-            Conflict: it is not in rotation.
+            Conflict: it does not answer.
         """
-        try:
+        if not engine.alive:
+            raise Conflict(f"engine {engine.id} is {engine.state}; only one that answers can be drained")
+        engine.drained = True
+        if engine.state is State.READY:
             self._fleet.apply(engine, Event.DRAIN, reason)
-        except IllegalMoveError:
-            raise Conflict(f"engine {engine.id} is {engine.state}; only a ready engine can be drained") from None
 
-    async def remove(self, engine: Engine, *, drain: float) -> bool:
-        """Take an engine out; True if it was idle by then.
+    async def remove(self, engine: Engine, *, drain: float) -> bool | None:
+        """Take an engine out; True if it was idle by then, None if `stay` called it off.
 
         Args:
             engine: of the fleet.
             drain: seconds that running requests get.
         """
-        if engine.state is State.READY and drain > 0:
-            self.drain(engine, "being removed")
+        if drain > 0:
+            engine.leaving = True
+            if engine.state is State.READY:
+                self._fleet.apply(engine, Event.DRAIN, "being removed")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain
-        while engine.inflight and loop.time() < deadline and engine.state is not State.DOWN:  # noqa: ASYNC110
+        while engine.inflight and loop.time() < deadline and engine.state is not State.DOWN:
             await asyncio.sleep(DRAIN_POLL)
+            if not engine.leaving:
+                return None
         idle = not engine.inflight
-        if self._fleet.engines.get(engine.id) is engine:
-            self._fleet.remove(engine)
+        if self._fleet.engines.get(engine.id) is not engine:
+            # Another removal of it gave its requests less time.
+            return idle
+        self._fleet.remove(engine)
         await self._prober.forget(engine)
         engine.upstream.close()
         if self.on_removed is not None:
             self.on_removed(engine)
         return idle
+
+    def stay(self, engine: Engine, why: str) -> bool:
+        """Call off the removal of an engine that still drains; True if there was one."""
+        if not engine.leaving or self._fleet.engines.get(engine.id) is not engine:
+            return False
+        engine.leaving = False
+        if engine.state is State.DRAINING and not engine.drained:
+            # The only way to ready is through the fence: admission looks at it again, now.
+            self._fleet.apply(engine, Event.FENCE, why)
+            self._prober.nudge(engine)
+        return True
 
 
 def _allowed(where: str, pattern: str) -> bool:

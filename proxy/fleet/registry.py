@@ -18,6 +18,9 @@ _log = logging.getLogger("fleetgate.fleet")
 
 Listener = Callable[[str, dict[str, Any]], None]
 
+DRAINED = "drained by an operator; POST /fleet/engines/ID/admit ends that"
+"""Why an engine with the fleet's weights is not ready."""
+
 
 @dataclass(slots=True)
 class Fleet:
@@ -82,6 +85,9 @@ class Fleet:
         Raises:
             IllegalMoveError: the event makes no sense in the engine's state.
         """
+        if event is Event.ADMIT and (engine.leaving or engine.drained):
+            # Admission speaks for its weights only. Whoever wants it out of rotation has to say that this is over.
+            event, reason = Event.DRAIN, "being removed" if engine.leaving else DRAINED
         before = engine.state
         after = move(before, event)
         if after is before:

@@ -192,13 +192,12 @@ async def test_operators_requests_that_make_no_sense_are_refused():
         await fleet.call(f"/fleet/engines/{name}/drain")
         await fleet.call(f"/fleet/engines/{name}/drain")
         await fleet.call(f"/fleet/engines/{name}/fence")
-        await fleet.call(f"/fleet/engines/{name}/drain", status=409)
         await fleet.call(f"/fleet/engines/{name}?drain=soon", method="DELETE", status=400)
         await fleet.call(f"/fleet/engines/{name}?drain=-1", method="DELETE", status=400)
         await fleet.engines[0].kill()
         await fleet.until_state(0, "down")
-        await fleet.call(f"/fleet/engines/{name}/admit", status=409)
-        await fleet.call(f"/fleet/engines/{name}/fence", status=409)
+        for action in ("admit", "fence", "drain"):
+            await fleet.call(f"/fleet/engines/{name}/{action}", status=409)
         await fleet.call("/fleet/engines", json=[], status=400)
 
 
