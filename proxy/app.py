@@ -36,8 +36,8 @@ _log = logging.getLogger("fleetgate")
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
-FORCE_EXIT = 130
-"""Exit code after a second signal: stopped by force, as shells report an interrupt."""
+FORCED_SECONDS = 3.0
+"""Seconds that everything gets to end after a second signal."""
 GC_THRESHOLD = 50_000
 """Allocations between two looks of the garbage collector at its youngest generation. Requests leave no cycles behind;
 the default of 700 spends some 5 % of the processor on finding none."""
@@ -60,6 +60,9 @@ class Listener(Protocol):
 
     def stop(self) -> Awaitable[None]:
         """Drain, then close."""
+
+    def hurry(self) -> None:
+        """Drain no longer."""
 
 
 class OwnListener:
@@ -84,6 +87,10 @@ class OwnListener:
         await self._server.stop()
         await self._web_side.stop()
 
+    def hurry(self) -> None:
+        """Drain no longer."""
+        self._server.hurry()
+
 
 class WorkersListener:
     """Workers share the port; this process directs them."""
@@ -92,7 +99,7 @@ class WorkersListener:
         self._workers = plane.workers
         self._workers.prober = control.prober
         self._seconds = plane.settings.drain_timeout
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
         self._directory = private_directory()
         self._path = f"{self._directory}/control.sock"
         self.ssl_context = server_context(plane.settings)
@@ -112,6 +119,10 @@ class WorkersListener:
         await self._workers.stop(self._seconds)
         await self._runner.cleanup()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def hurry(self) -> None:
+        """Drain no longer."""
+        self._workers.hurry()
 
 
 @dataclass(slots=True)
@@ -189,7 +200,7 @@ async def start(settings: Settings, spans: Spans | None = None) -> App:
     if own_port:
         control_app = control.make_app(public=False)
         add_routes(control_app, plane, stats)
-        control_site = web.AppRunner(control_app, handler_cancellation=True, access_log=None)
+        control_site = web.AppRunner(control_app, handler_cancellation=True, access_log=None, auto_decompress=False)
         await control_site.setup()
         site = web.TCPSite(
             control_site,
@@ -212,7 +223,7 @@ def _bracket(host: str) -> str:
 
 
 async def serve(settings: Settings) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code. A second signal ends it at once."""
+    """Run until SIGTERM or SIGINT; returns the exit code. A second signal ends the drain."""
     try:
         app = await start(settings, tracing.start(settings))
     except OSError as error:
@@ -243,8 +254,10 @@ async def serve(settings: Settings) -> int:
     await asyncio.wait({stop, force}, return_when=asyncio.FIRST_COMPLETED)
     force.cancel()
     if not stop.done():
+        app.listener.hurry()
+        await asyncio.wait({stop}, timeout=FORCED_SECONDS)
         _log.warning("stopped by force")
-        return FORCE_EXIT
+        return EXIT_FAILURE
     stop.result()
     _log.info("stopped")
     return EXIT_OK

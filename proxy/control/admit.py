@@ -20,7 +20,7 @@ from proxy.control.fanout import Shot, fire
 from proxy.core.admission import DEFAULT, UNKNOWN_EPOCH, Decision, Facts, Verdict, is_automatic, judge, next_label, vote
 from proxy.core.calls import CALLS, custom
 from proxy.core.engine_state import Event, State
-from proxy.core.merge import Leg, Outcome
+from proxy.core.merge import Outcome, checksums_of
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
 from proxy.tasks import spawn
@@ -139,6 +139,11 @@ class Admission:
             fleet.labels_seen.add(version)
             if version != DEFAULT:
                 fleet.pristine = False
+        if by in ("start", "admit"):
+            # Whoever was met while nothing was decided was judged by a version that is not the fleet's any more.
+            for engine in fleet:
+                if engine.met and engine.boot == 0 and engine.version == version and version not in (None, DEFAULT):
+                    engine.epoch = fleet.epoch
         if before != version:
             fleet.checksums.clear()
             fleet.emit("weight_version", version=version, before=before, epoch=fleet.epoch, by=by)
@@ -191,7 +196,7 @@ class Admission:
         if engine.state is State.FENCED:
             if not self._may_settle(engine):
                 return
-            if engine.owed or self._missing_adapters(engine) or engine.reported_paused:
+            if engine.owed or self._missing_adapters(engine):
                 self._settle(engine)
             else:
                 self.admit(engine, verdict.reason)
@@ -255,10 +260,10 @@ class Admission:
             self._settling.discard(engine)
 
     async def _pay(self, engine: Engine) -> bool:
-        """Send what it owes; a pause and a resume cancel each other out before they come here."""
-        if engine.reported_paused and not self._gate.closed and "/pause" not in engine.owed:
-            shot = Shot(CALLS["/resume"], "POST", "/resume", timeout=self._settings.control_timeout)
-            engine.owed.setdefault("/resume", shot)
+        """Send what it owes; a pause and a resume cancel each other out before they come here.
+
+        One that is paused and owes no ``/resume`` was paused by somebody else, who may be in the middle of an update.
+        """
         for path, shot in list(engine.owed.items()):
             leg = await fire(engine, shot)
             if leg.ok and engine.owed.get(path) is shot:
@@ -323,13 +328,21 @@ class Admission:
         self.review(engine)
 
     def record(self, answers: Sequence[tuple[Engine, dict[str, Any]]]) -> None:
-        """A ``/weight_checker`` call showed checksums: those of serving engines are the fleet's, others are compared.
+        """A ``/weight_checker`` call showed checksums: those that serving engines agree on are the fleet's.
+
+        Engines that are out are compared with them.
 
         They are never asked for unbidden: hashing a model keeps an engine's core from anything else for seconds.
         """
+        serving: dict[int | None, list[dict[str, Any]]] = {}
         for engine, found in answers:
             if engine.state is State.READY and not engine.updating and not engine.suspect:
-                self._fleet.checksums.setdefault(engine.world_size, found)
+                serving.setdefault(engine.world_size, []).append(found)
+        for size, sums in serving.items():
+            if all(found == sums[0] for found in sums):
+                self._fleet.checksums.setdefault(size, sums[0])
+            else:
+                _log.warning("serving engines have different checksums: none are taken for the fleet's")
         for engine, found in answers:
             fenced = engine.state is State.FENCED and not engine.updating and engine not in self._settling
             if fenced and engine.world_size in self._fleet.checksums and self._fleet.version is not None:
@@ -381,10 +394,3 @@ class Admission:
                 self.fence(engine, "took no part in the last weight update")
         fleet.refresh()
         self.review_all()
-
-
-def checksums_of(leg: Leg) -> dict[str, Any] | None:
-    """The checksums in an answer of ``/weight_checker``, or None."""
-    data = leg.json() if leg.ok else None
-    sums = data.get("checksums") if isinstance(data, dict) else None
-    return sums if isinstance(sums, dict) and sums else None

@@ -59,6 +59,9 @@ class Aftermath:
                     engine.taint()
                 if asked.call.kind in OWED:
                     self.owe(engine, shot)
+            elif engine.state is State.STARTING and asked.call.kind is Kind.RESUME:
+                # Not known yet, but it may have been paused with the others before this proxy was started.
+                self.owe(engine, shot)
 
     def owe(self, engine: Engine, shot: Shot) -> None:
         """It gets the call before it is let in; a pause and a resume cancel each other out."""

@@ -109,7 +109,6 @@ class Conductor:
         if kept is not None:
             self._fleet.emit("control_replayed", call=asked.call.name, status=kept.status, running=False)
             return kept
-        self._memory.forget()
         running = Running(asked, key, holder_of(asked))
         self.lock.current = running
         running.task = spawn(self._locked(running), name=f"control {asked.call.path}")
@@ -156,9 +155,12 @@ class Conductor:
             self.lock.current = None
             self._fleet.emit("lifecycle", holder=None)
             self.lock.changed()
-        # What was refused before any engine was called may be asked again at once: things may have changed.
+        # What was refused before any engine was called may be asked again at once: things may have changed. It is not
+        # what happened last to the engines either, so the call before it stays the one that must not run twice.
         if reply.legs:
             self._memory.keep(running.key, reply, asyncio.get_running_loop().time())
+        elif running.fanout is not None:
+            self._memory.forget()
         return reply
 
     async def _run(self, asked: Asked) -> Reply:

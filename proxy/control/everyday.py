@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from proxy.config import Settings
-from proxy.control.admit import Admission, checksums_of
+from proxy.control.admit import Admission
 from proxy.control.aftermath import Aftermath, that_count
 from proxy.control.asked import Asked, Reply, limit_of, reply_json, reply_merged
 from proxy.control.fanout import Runner, Shot, fire
 from proxy.core.calls import Kind, Merge
-from proxy.core.merge import Leg, Outcome, merge, version_body
+from proxy.core.merge import Leg, Outcome, checksums_of, merge, version_body
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
 

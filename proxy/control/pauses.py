@@ -109,7 +109,7 @@ class Pauses:
         self._updates.round.passed_by = True
         if not was_closed:
             self._fleet.emit("gate_closed", by=who)
-            self._set_timers(who)
+        self._set_timers(who)
         self._lock.changed()
         await gate.settled()
         shot = asked.shot(limit_of(self._settings, asked))
@@ -224,10 +224,13 @@ class Pauses:
             if running.task is not None:
                 await asyncio.wait({running.task}, timeout=self._settings.probe_timeout)
 
-    def _open(self, by: str) -> None:
+    def _cancel_timers(self) -> None:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+
+    def _open(self, by: str) -> None:
+        self._cancel_timers()
         if not self._gate.closed:
             return
         seconds = asyncio.get_running_loop().time() - self._gate.closed_since
@@ -241,6 +244,8 @@ class Pauses:
     # Pauses that last
 
     def _set_timers(self, by: str) -> None:
+        """Each pause has a lease of its own: that of an earlier one must not end a later trainer's."""
+        self._cancel_timers()
         loop = asyncio.get_running_loop()
         self._timers.append(loop.call_later(self._settings.pause_warn, self._overdue, by))
         if self._settings.max_pause:
@@ -306,8 +311,7 @@ class Pauses:
 
     def stop(self) -> None:
         """End timers and watches."""
-        for timer in self._timers:
-            timer.cancel()
+        self._cancel_timers()
         if self._watching is not None:
             self._watching.cancel()
 

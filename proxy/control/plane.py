@@ -20,6 +20,7 @@ from proxy.control.asked import Asked, forwarded, reply_error
 from proxy.control.conductor import Conductor
 from proxy.control.fleet_api import FleetApi
 from proxy.core import calls
+from proxy.core.admission import DEFAULT
 from proxy.core.calls import CALLS, Call
 from proxy.core.engine_state import State
 from proxy.core.paths import PathTable
@@ -88,9 +89,9 @@ class ControlPlane:
         if self.admission.voting:
             self.admission.count_votes()
         self._started = True
-        self._settle_votes()
         self.conductor.pauses.recover()
         self.admission.review_all()
+        self._settle_votes()
 
     async def _first_look(self, engine: Engine) -> None:
         try:
@@ -110,17 +111,23 @@ class ControlPlane:
             return
         if self.admission.voting and (engine in self._first or not self._first):
             self.admission.count_votes()
-            self._settle_votes()
-            self.admission.review_all()
-            return
         if engine.reported_paused and not self.gate.closed and not engine.owed and not engine.busy:
             self.prober.watch_paused(engine)
-        self.admission.review(engine)
+        if self.admission.voting:
+            self.admission.review_all()
+            self._settle_votes()
+        else:
+            self.admission.review(engine)
 
     def _settle_votes(self) -> None:
-        """The vote is over when everybody of the start was heard, or, with nobody there, the first who came."""
+        """The vote is over when everybody of the start was heard, or, with nobody there, the first who came.
+
+        Weights that clients have got answers from cannot be outvoted by whoever comes later.
+        """
         if self._first:
             done = all(engine.alive or engine.id not in self.fleet.engines for engine in self._first)
+            named = self.fleet.version not in (None, DEFAULT)
+            done = done or (named and any(engine.state is State.READY for engine in self.fleet))
         else:
             done = self.fleet.version is not None or any(engine.alive for engine in self.fleet)
         if done:

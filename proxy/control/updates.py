@@ -241,7 +241,6 @@ class Updates:
     ) -> Reply:
         """All engines took an update: label it and let them in."""
         engines = [engine for engine, _ in boots]
-        by = "trainer" if label is not None else "auto"
         wanted = label
         if wanted is None and self._settings.label_updates is Labels.AUTO:
             wanted = self._admission.next_label()
@@ -252,11 +251,11 @@ class Updates:
             unlabelled = [leg for leg in labelled if not leg.ok and leg.outcome is not Outcome.MISSING]
             if any(leg.outcome is Outcome.MISSING for leg in labelled) and label is None:
                 wanted = None  # servers that know no labels: the number of the update has to do
-        bad = {leg.engine for leg in unlabelled}
+        bad = {leg.engine: leg for leg in unlabelled}
         good = [(engine, boot) for engine, boot in boots if engine.id not in bad]
         for engine in engines:
             engine.updating = False
-        self._admission.commit(good, wanted, by=by)
+        self._admission.commit(good, wanted, by="trainer" if label is not None else "auto")
         if not unlabelled:
             return reply_merged(asked.call, merged, legs)
         for engine in engines:
@@ -266,7 +265,8 @@ class Updates:
         if self.on_broken is not None:
             self.on_broken([engine for engine in engines if engine.id in bad])
         merged = Merged(424, b"", failed=tuple(unlabelled))
-        return reply_merged(asked.call, merged, unlabelled, note=". The weights were taken, but not labelled there")
+        note = ". The weights were taken, but not labelled there"
+        return reply_merged(asked.call, merged, [bad.get(leg.engine, leg) for leg in legs], note=note)
 
     async def _before_label(self, call: str, engines: Sequence[Engine], label: str | None) -> None:
         """Where the proxy is going to label, know each process before the weights are final, to compare afterwards.

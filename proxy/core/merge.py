@@ -41,6 +41,10 @@ class Outcome(StrEnum):
     """Nobody waits for it any more, because ``/resume`` came; likewise."""
 
 
+_MAY_FAIL = frozenset({Kind.PLAIN, Kind.READ, Kind.CHECK, Kind.ABORT, Kind.CUSTOM})
+"""Calls whose ``{"success": false}`` from everybody is an answer like another: nothing hangs on it. Weights, pauses and
+adapters do: there it is a failure of each engine that says so."""
+
 UNCERTAIN = frozenset({Outcome.DIED, Outcome.TIMED_OUT, Outcome.ABANDONED})
 """The engine may have done any part of it."""
 
@@ -95,7 +99,7 @@ class Merged:
         body: as it is sent.
         content_type: of the body.
         failed: the legs that make it a failure; empty if all went well.
-        passed: all engines refused alike, so nobody is to blame but the request.
+        passed: all engines refused alike, so nobody is to blame but the request; the answer is theirs.
     """
 
     status: int
@@ -179,8 +183,8 @@ def merge(call: Call, legs: Sequence[Leg], *, gate_closed: bool = False) -> Merg
     if agree_on_refusal(legs):
         assert first.status is not None
         return Merged(first.status, first.body, first.content_type, passed=True)
-    if all(leg.outcome is Outcome.UNSUCCESSFUL for leg in legs):
-        return Merged(first.status or 200, first.body, first.content_type)
+    if call.kind in _MAY_FAIL and all(leg.outcome is Outcome.UNSUCCESSFUL for leg in legs):
+        return Merged(first.status or 200, first.body, first.content_type, passed=True)
     failed = tuple(leg for leg in legs if not leg.ok)
     if failed:
         return Merged(424, b"", failed=failed)
@@ -271,6 +275,13 @@ def _any_sleeping(call: Call, legs: Sequence[Leg], gate_closed: bool) -> Merged:
 def _version(call: Call, legs: Sequence[Leg], gate_closed: bool) -> Merged:  # noqa: ARG001
     versions = {leg.engine: data.get("weight_version") for leg, data in zip(legs, _objects(legs), strict=True)}
     return _json(version_body(versions))
+
+
+def checksums_of(leg: Leg) -> dict[str, Any] | None:
+    """The checksums in an answer of ``/weight_checker``, or None."""
+    data = leg.json() if leg.ok else None
+    sums = data.get("checksums") if isinstance(data, dict) else None
+    return sums if isinstance(sums, dict) and sums else None
 
 
 def version_body(versions: dict[str, Any]) -> dict[str, Any]:

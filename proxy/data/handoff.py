@@ -35,7 +35,9 @@ class WebSide:
 
     def __init__(self, app: web.Application) -> None:
         app.middlewares.insert(0, self._finish)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=3600)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, auto_decompress=False, keepalive_timeout=3600
+        )
         self._handed: dict[asyncio.BaseProtocol, Handed] = {}
 
     async def start(self) -> None:
@@ -145,7 +147,8 @@ class Handed(Gathered):
         self._client.answer_begun()
         self._lent = _Lent(transport)
         protocol.connection_made(self._lent)
-        protocol.data_received(self.plain_request(body))
+        # A client of HTTP/1.0 cannot read chunks, and aiohttp has to know.
+        protocol.data_received(self.plain_request(body, version=b"1.1" if self.head.http11 else b"1.0"))
 
     def answered(self) -> None:
         """Aiohttp wrote the whole answer; let its task reach its rest before it is ended."""

@@ -52,6 +52,7 @@ class PauseWatch:
             while engine.alive and engine.paused:
                 await asyncio.sleep(self._interval)
                 if await self._ask(engine) is False:
+                    engine.reported_paused = False
                     break
         finally:
             self._tasks.pop(engine, None)

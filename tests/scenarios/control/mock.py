@@ -81,7 +81,7 @@ class MockEngine:
     async def start(self) -> MockEngine:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.05, access_log=None)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.05, access_log=None, auto_decompress=False)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()

@@ -152,7 +152,7 @@ async def proxy_for(mocks: list[MockEngine], *, wait: bool = True, **settings: A
     plane = ControlPlane(config, fleet, data)  # type: ignore[arg-type]
     events: list[tuple[str, dict[str, Any]]] = []
     fleet.listeners.append(lambda kind, details: events.append((kind, details)))
-    runner = web.AppRunner(plane.make_app(), handler_cancellation=True, shutdown_timeout=0.1)
+    runner = web.AppRunner(plane.make_app(), handler_cancellation=True, shutdown_timeout=0.1, auto_decompress=False)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -125,7 +125,17 @@ def test_everything_else_is_a_partial_failure(legs):
 def test_no_success_anywhere_is_the_servers_own_answer():
     legs = [Leg(name, Outcome.UNSUCCESSFUL, 200, b'{"success":false}', "application/json") for name in "ab"]
     merged = merge(CALLS["/reset_prefix_cache"], legs)
-    assert (merged.status, merged.body) == (200, b'{"success":false}')
+    assert (merged.status, merged.body, merged.ok) == (200, b'{"success":false}', False)
+
+
+@pytest.mark.parametrize(
+    "path", ["/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+             "/finish_weight_update", "/update_weight_version", "/v1/load_lora_adapter"]
+)  # fmt: skip
+def test_no_success_anywhere_is_a_failure_where_something_hangs_on_it(path):
+    legs = [Leg(name, Outcome.UNSUCCESSFUL, 200, b'{"success":false}', "application/json") for name in "ab"]
+    merged = merge(CALLS[path], legs)
+    assert (merged.status, len(merged.failed), merged.ok) == (424, 2, False)
 
 
 @pytest.mark.parametrize(
