@@ -194,7 +194,12 @@ class Settings(BaseSettings):
     )
 
     # Re-sending
-    replay_limit: int = Field(8 << 20, ge=0, description="Bytes of a body kept so that it can be sent again.")
+    replay_limit: int = Field(
+        64 << 20,
+        ge=0,
+        description="Bytes of a body kept so that it can be sent again, images of a rollout included; "
+        "a bigger one is sent once, so its client sees a pause or an overload.",
+    )
     max_attempts: int = Field(6, ge=1, description="Attempts of one request, pauses not counted.")
     retry_ratio: float = Field(0.2, ge=0, le=1, description="Re-sends allowed per request, over 10 s.")
     retry_floor: float = Field(10.0, ge=0, description="Re-sends a second always allowed.")

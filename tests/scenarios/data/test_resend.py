@@ -389,6 +389,18 @@ async def test_a_body_that_was_not_kept_is_not_sent_twice_but_waits_for_a_connec
                 assert got.field("X-Fleetgate-Engine") == good.id
 
 
+@pytest.mark.parametrize("refused", [forms.PAUSED, forms.BUSY])
+async def test_a_body_with_images_is_sent_again_whole(refused: str) -> None:
+    """Rollouts with images are tens of megabytes long; by default they are kept like any other."""
+    body = b'{"prompt":"' + b"x" * 30_000_000 + b'"}'
+    once = in_turn(reply(forms.refused("/v1/completions", refused, "ServiceUnavailableError")), reply(GOOD))
+    async with FaultEngine(once, paused=False) as engine, proxy_for(engine, pause_watch_interval=0.05) as app:
+        got = await ask(app.url, post("/v1/completions", body))
+        assert (got.status, got.body) == (200, b'{"ok":1}')
+        assert [len(request.body) for request in engine.requests] == [len(body)] * 2
+        assert engine.requests[1].body == body
+
+
 async def test_a_stale_connection_never_costs_a_big_body() -> None:
     big = b"x" * 200_000
     async with FaultEngine(close_when_idle(echo(), 0.005)) as engine, proxy_for(engine, replay_limit=1000) as app:
