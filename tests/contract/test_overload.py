@@ -11,6 +11,8 @@ from .conftest import QUEUE_LIMIT, Target
 from .traffic import CHAT, COMPLETIONS, DIALECTS, LONG, Dialect, running, until_idle
 from .wire import Answer
 
+TRIES = 3
+"""Of filling the queue: on a loaded machine what fills it may have ended before the one too many arrives."""
 DEAD = "The server had an error while processing your request."
 OPEN_TO_ALL = [dialect for dialect in DIALECTS if dialect.name != "generate"]
 """The guarded server has no scale-out routes."""
@@ -19,9 +21,12 @@ OPEN_TO_ALL = [dialect for dialect in DIALECTS if dialect.name != "generate"]
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", OPEN_TO_ALL, ids=lambda dialect: dialect.name)
 async def test_full_queue_refuses(guarded: Target, record: bool, dialect: Dialect, stream: bool) -> None:
-    await until_idle(guarded)
-    async with running(guarded, COMPLETIONS), running(guarded, COMPLETIONS):
-        answer = await guarded.post(dialect.path, dialect.body(stream=stream))
+    for _ in range(TRIES):
+        await until_idle(guarded)
+        async with running(guarded, COMPLETIONS), running(guarded, COMPLETIONS):
+            answer = await guarded.post(dialect.path, dialect.body(stream=stream))
+        if answer.status != 200:
+            break
     # Before the response is begun, so that a stream too is refused with a status.
     assert answer.status == 503
     assert "retry-after" not in answer.headers
