@@ -6,16 +6,32 @@ Where they come from is `proxy.sources`. Units are in the description; every lim
 from __future__ import annotations
 
 import ipaddress
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from proxy.core.addresses import parse_engine_url, parse_engines_dns
 
 ENV_PREFIX = "FLEETGATE_"
+
+_LINK = re.compile(
+    r"FLEETGATE(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_ADDR|_PORT|_PROTO)?)", re.ASCII
+)
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://")
+
+
+def is_service_link(variable: str, value: str) -> bool:
+    """Whether Kubernetes sets this variable in every pod beside a service whose name begins with ``fleetgate``.
+
+    ``FLEETGATE_PORT`` is one if it holds a URL such as ``tcp://10.0.0.1:8000``, and a setting otherwise.
+    """
+    if variable.endswith("_PORT") and _LINK_VALUE.match(value):
+        return True
+    return _LINK.fullmatch(variable) is not None
 
 
 class LogFormat(StrEnum):
@@ -327,4 +343,10 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, then the environment; the file is laid under both by `proxy.sources.load`."""
+        assert isinstance(env_settings, EnvSettingsSource)
+        env_settings.env_vars = {
+            name: value
+            for name, value in env_settings.env_vars.items()
+            if value is None or not is_service_link(name.upper(), value)
+        }
         return (init_settings, env_settings)

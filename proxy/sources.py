@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from proxy import extras
-from proxy.config import ENV_PREFIX, Settings
+from proxy.config import ENV_PREFIX, Settings, is_service_link
 from proxy.core.addresses import is_loopback
 
 LAUNCHER_VARIABLES = frozenset({"FLEETGATE_VLLM", "FLEETGATE_TRANSFER_TIMEOUT", "FLEETGATE_REQUIRE_VLLM"})
@@ -28,9 +28,10 @@ class ConfigError(Exception):
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A hint that names the known key most like ``name``, or nothing."""
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]}?" if match else ""
+    """A hint that names the known key most like ``name``, however far it is."""
+    lower = {each.lower(): each for each in known}
+    match = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.0)
+    return f"; did you mean {lower[match[0]]}?" if match else ""
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -38,7 +39,10 @@ def _read_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
@@ -46,6 +50,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must be a mapping of settings, such as 'port: 8000'")
+    _check_once(path, node)
     known = list(Settings.model_fields)
     out: dict[str, Any] = {}
     for key, value in data.items():
@@ -56,15 +61,24 @@ def _read_file(path: Path) -> dict[str, Any]:
     return out
 
 
+def _check_once(path: Path, node: yaml.Node | None) -> None:
+    """Of two values for one setting YAML would take the last without a word."""
+    seen: dict[str, str] = {}
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode):
+            name = key.value.replace("-", "_")
+            if name in seen:
+                both = "twice" if seen[name] == key.value else f"twice, as {seen[name]} and as {key.value}"
+                raise ConfigError(f"{path}: {name} is given {both}; keep one of them")
+            seen[name] = key.value
+
+
 def _check_env(environ: Mapping[str, str]) -> set[str]:
     known = {ENV_PREFIX + name.upper(): name for name in Settings.model_fields}
     known[ENV_PREFIX + "CONFIG"] = "config"
     given: set[str] = set()
-    for variable in environ:
-        # Kubernetes sets NAME_SERVICE_HOST and the like for a service called fleetgate.
-        if not variable.upper().startswith(ENV_PREFIX) or variable.startswith(
-            (f"{ENV_PREFIX}SERVICE_", f"{ENV_PREFIX}PORT_")
-        ):
+    for variable, value in environ.items():
+        if not variable.upper().startswith(ENV_PREFIX) or is_service_link(variable.upper(), value):
             continue
         if variable.upper() in LAUNCHER_VARIABLES:
             continue
@@ -85,8 +99,9 @@ def load(flags: Mapping[str, Any], config: Path | None = None) -> Settings:
         ConfigError: an unknown key, a wrong value or an unsafe combination.
     """
     from_env = _check_env(os.environ)
-    if config is None and os.environ.get(ENV_PREFIX + "CONFIG"):
-        config = Path(os.environ[ENV_PREFIX + "CONFIG"])
+    named = next((value for name, value in os.environ.items() if name.upper() == f"{ENV_PREFIX}CONFIG"), "")
+    if config is None and named:
+        config = Path(named)
     merged = _read_file(config) if config is not None else {}
     merged = {key: value for key, value in merged.items() if key not in from_env}
     merged.update(flags)

@@ -48,6 +48,12 @@ def test_an_empty_file_says_nothing(file):
     ("text", "words"),
     [
         ("prot: 1\n", "unknown key 'prot'; did you mean port?"),
+        ("PORT: 1\n", "unknown key 'PORT'; did you mean port?"),
+        ("zzqx: 1\n", "unknown key 'zzqx'; did you mean "),
+        ("1: 1\n", "unknown key 1; did you mean "),
+        ("null: 1\n", "unknown key None; did you mean "),
+        ("hold-timeout: 1\nhold_timeout: 2\n", "hold_timeout is given twice, as hold-timeout and as hold_timeout"),
+        ("port: 1\nport: 2\n", "port is given twice; keep one"),
         ("- port\n", "must be a mapping of settings"),
         ("a: [\n", "is not YAML"),
         ("port: many\n", "port: Input should be a valid integer"),
@@ -65,6 +71,51 @@ def test_what_is_wrong_in_a_file_is_told_with_what_would_be_right(file, text, wo
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read the config file .*absent\.yaml: No such file"):
         load({}, tmp_path / "absent.yaml")
+
+
+def test_a_file_that_is_not_utf_8_is_told(tmp_path):
+    path = tmp_path / "old.yaml"
+    path.write_bytes(b"log_level: info # \xe9\n")
+    with pytest.raises(ConfigError, match=r"old\.yaml is not UTF-8 text \(byte 18\)"):
+        load({}, path)
+
+
+@pytest.mark.parametrize(
+    "name", ["FLEETGATE_PORT_NUMBER", "FLEETGATE_SERVICE", "FLEETGATE_PORT_8000", "FLEETGATE_ZZQX"]
+)
+def test_a_variable_that_only_looks_like_a_service_link_is_an_error(name, monkeypatch):
+    monkeypatch.setenv(name, "8000")
+    with pytest.raises(ConfigError, match=f"unknown environment variable {name}; did you mean FLEETGATE_"):
+        load({})
+
+
+@pytest.mark.parametrize("service", ["FLEETGATE", "FLEETGATE_CONTROL"])
+def test_what_kubernetes_sets_for_a_service_is_no_setting(service, monkeypatch):
+    for name, value in {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "8000",
+        "SERVICE_PORT_HTTP_CONTROL": "8000",
+        "PORT": "tcp://10.0.0.1:8000",
+        "PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "PORT_8000_TCP_ADDR": "10.0.0.1",
+        "PORT_8000_TCP_PORT": "8000",
+        "PORT_8000_TCP_PROTO": "tcp",
+        "PORT_53_UDP": "udp://10.0.0.1:53",
+    }.items():
+        monkeypatch.setenv(f"{service}_{name}", value)
+    settings = load({})
+    assert (settings.port, settings.control_port) == (8000, None)
+    assert not settings.model_fields_set
+
+
+def test_the_port_is_a_setting_for_all_that(monkeypatch, file):
+    monkeypatch.setenv("FLEETGATE_PORT", "tcp://10.0.0.1:8000")
+    assert load({}, file("port: 9\n")).port == 9
+    monkeypatch.setenv("FLEETGATE_PORT", "7")
+    assert load({}, file("port: 9\n")).port == 7
+    monkeypatch.setenv("FLEETGATE_PORT", "many")
+    with pytest.raises(ConfigError, match="port: Input should be a valid integer"):
+        load({})
 
 
 def test_an_unknown_variable_is_told_but_not_those_of_others(monkeypatch):
