@@ -11,7 +11,7 @@ import pytest
 
 from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes
 from tests.tools.fault_scripts import SSE_HEAD, chunk, chunked, close_delimited, cut_after, reply, sse
-from tests.tools.rig import Client, ask, post, proxy_for
+from tests.tools.rig import Client, ask, get, post, proxy_for
 
 JSON = json.dumps({"id": "x", "choices": [{"text": "y" * 300, "token_ids": list(range(100))}]}).encode()
 EVENTS = [b'data: {"id":"%d","choices":[{"text":"abc"}]}\n\n' % n for n in range(20)]
@@ -142,6 +142,17 @@ async def test_a_client_of_http_1_0_gets_the_error_event_then_a_reset(form: str)
             assert body.startswith(b"".join(EVENTS[:4]) + b'data: {"error":')
             with pytest.raises(ConnectionResetError):
                 await client.reader.read()
+
+
+async def test_a_stored_response_that_is_streamed_again_breaks_off_in_its_own_protocol() -> None:
+    first = b'event: response.created\ndata: {"type":"response.created"}\n\n'
+    async with FaultEngine(cut_after(len(SSE_HEAD + chunk(first)), SSE_HEAD + chunk(first))) as engine:
+        async with proxy_for(engine) as app:
+            got = await ask(app.url, get("/v1/responses/resp_1?stream=true&starting_after=0"))
+    assert not got.complete
+    mark, check = DIALECTS["/v1/responses"]
+    assert got.body.startswith(first + mark)
+    assert check(json.loads(got.body[len(first + mark) :]))
 
 
 async def test_an_error_event_after_the_first_token_is_passed_on_once() -> None:
