@@ -266,14 +266,15 @@ class Admission:
         """
         for path, shot in list(engine.owed.items()):
             leg = await fire(engine, shot)
-            if leg.ok and engine.owed.get(path) is shot:
+            done = shot.done_by(leg)
+            if done and engine.owed.get(path) is shot:
                 del engine.owed[path]
                 if path in ("/pause", "/resume"):
                     engine.reported_paused = path == "/pause"
                 elif path == "/wake_up":
                     engine.asleep = frozenset()
                     self._fleet.refresh()
-            elif not leg.ok:
+            elif not done:
                 self.fence(engine, f"still owes {path}: {leg.said()}")
                 return False
         return not engine.owed
@@ -288,7 +289,7 @@ class Admission:
                 self.fence(engine, f"lacks the LoRA adapter {name!r}, and loading it failed: {leg.said()}")
                 return False
             engine.adapters[name] = body
-        return True
+        return not engine.owed
 
     async def _compare(self, engine: Engine) -> None:
         """Rule 5: are its weights the fleet's although its label or its history says otherwise?"""

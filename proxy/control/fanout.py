@@ -29,6 +29,10 @@ ANSWER_LIMIT = 256 << 20
 """Bytes of one engine's answer; checksums of a large model are tens of megabytes."""
 
 
+NOT_FOUND = (400, 404)
+"""What vLLM answers to an unload of an adapter that it has not, the former in older versions."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shot:
     """What one engine is sent.
@@ -40,6 +44,7 @@ class Shot:
         headers: end-to-end fields.
         body: None for no body at all.
         timeout: seconds for the leg, None for no limit.
+        absent_ok: what it takes away may be gone already: "not found" is as good as done.
     """
 
     call: Call
@@ -48,6 +53,11 @@ class Shot:
     headers: Headers = ()
     body: bytes | None = None
     timeout: float | None = None
+    absent_ok: bool = False
+
+    def done_by(self, leg: Leg) -> bool:
+        """Whether there is nothing left to do after this leg of it."""
+        return leg.ok or (self.absent_ok and leg.status in NOT_FOUND)
 
     def with_body(self, body: bytes | None) -> Shot:
         """The same with another body."""

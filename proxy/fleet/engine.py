@@ -57,7 +57,8 @@ class Engine:
         drained: an operator wants this process to get no new requests, whatever its weights are worth.
         leaving: likewise, because it is being removed.
         failed_call: the control call that it failed or missed, so that it is looked at again before it is admitted.
-        owed: idempotent control calls that it failed or missed, by path; sent again before it is admitted.
+        owed: idempotent control calls that it failed or missed, by path (an unload: and by
+            adapter); sent again before it is admitted.
         busy: control calls that are running there; its engine core may answer nothing else meanwhile.
         calls: control calls that were ever sent to it: what was read before one is not news after it.
         probed_at: loop time of the last good probe.

@@ -150,14 +150,6 @@ async def test_an_unload_of_what_the_proxy_never_loaded_is_not_undone():
         assert fleet.states() == ["ready", "fenced"]
 
 
-async def test_an_undo_that_fails_fences():
-    async with rig(2) as fleet:
-        fleet.engines[1].fail(LOAD, times=1)
-        fleet.engines[0].fail(UNLOAD)
-        await fleet.call(LOAD, json={"lora_name": "a", "lora_path": "/x"}, status=424)
-        assert fleet.states() == ["fenced", "ready"]
-
-
 async def test_an_adapter_without_a_name_goes_on_as_it_is():
     async with rig(2) as fleet:
         for mock in fleet.engines:
