@@ -172,9 +172,10 @@ class ControlPlane:
         if public:
             app.router.add_route("*", "/{path:.*}", self._elsewhere)
             return app
-        app.router.add_post("/fleet/engines", api.add)
-        app.router.add_delete("/fleet/engines/{engine}", api.remove)
-        app.router.add_post("/fleet/engines/{engine}/{action:drain|admit|fence}", api.act)
+        for slash in ("", "/"):
+            app.router.add_post(f"/fleet/engines{slash}", api.add)
+            app.router.add_delete(f"/fleet/engines/{{engine}}{slash}", api.remove)
+            app.router.add_post(f"/fleet/engines/{{engine}}/{{action:drain|admit|fence}}{slash}", api.act)
         for call in CALLS.values():
             app.router.add_route("*", call.path, self._control)
             app.router.add_route("*", f"{call.path}/", self._control)

@@ -87,6 +87,17 @@ async def test_a_drain_is_of_a_process_and_ends_with_it() -> None:
         await fleet.until_state(1, "ready")
 
 
+async def test_a_trailing_slash_is_tolerated() -> None:
+    async with rig(2) as fleet:
+        name, url = fleet.engines[1].id, fleet.engines[1].url
+        await fleet.call(f"/fleet/engines/{name}/drain/")
+        assert fleet.states() == ["ready", "draining"]
+        await fleet.call(f"/fleet/engines/{name}/admit/")
+        await fleet.call(f"/fleet/engines/{name}/?drain=1", method="DELETE")
+        await fleet.call("/fleet/engines/", json={"url": url}, status=201)
+        await fleet.until_state(1, "ready")
+
+
 async def test_an_engine_added_again_while_it_is_removed_stays() -> None:
     async with rig(2) as fleet, removal_of(fleet, 1, status=409) as removal:
         engine = fleet.engine(1)
