@@ -81,7 +81,7 @@ _LABELS: dict[bytes, str] = {path: path.decode("ascii") for path in (*GENERATION
 def is_generation(method: bytes, path: bytes) -> bool:
     """Whether the request runs the model."""
     # Engines decode a path before they look for its route, so an odd spelling runs the model too.
-    return method == b"POST" and (path in GENERATION or plain(path) in GENERATION)
+    return method == b"POST" and (path in GENERATION or (path not in _LABELS and plain(path) in GENERATION))
 
 
 def is_repeatable(method: bytes, path: bytes) -> bool:

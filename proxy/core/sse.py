@@ -83,9 +83,10 @@ class FirstEvent:
     def feed(self, data: bytes) -> Verdict:
         """Take more bytes."""
         if not self._buffer and data[:7] == b"data: {":
-            end = data.find(b"\n\n")
-            if end >= 0 and data.find(_ERROR, 0, end) < 0:
-                # The usual way of a usual stream: no copy, one search.
+            # A search for one byte is a hundred times as fast as one for two.
+            end = data.find(b"\n")
+            if data[end : end + 2] == b"\n\n" and data.find(_ERROR, 0, end) < 0:
+                # The usual way of a usual stream: no copy, no parse.
                 self._whole = data
                 return Verdict.NORMAL
         buffer = self._buffer
