@@ -221,6 +221,7 @@ def test_work_is_linear_in_the_bytes_fed() -> None:
         (ANTHROPIC % b"x", 503, Kind.BUSY),
         (ANTHROPIC % b"x", 529, Kind.BUSY),
         (error(500), 500, Kind.FAILED),
+        (b'{"message":"Generation is paused.","id":"cohere"}', 503, Kind.PAUSED),
         (b"<html>busy</html>", 503, Kind.BUSY),
         (b"", 500, Kind.FAILED),
         (b"[]", 503, Kind.BUSY),
