@@ -69,6 +69,16 @@ async def test_the_event_stream_ends_with_its_client_and_leaves_nothing() -> Non
         await eventually(lambda: app.listener._web_side._handed == {}, "no request is handed over any more")
 
 
+async def test_a_list_of_events_to_a_client_of_http_10_has_no_chunks() -> None:
+    async with FaultEngine(echo()) as engine, proxy_for(engine) as app, Client.to(app.url) as client:
+        await client.send(b"GET /fleet/events HTTP/1.0\r\n\r\n")
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head.lower()
+        app.fleet.emit("test", n=1)
+        line = await client.reader.readuntil(b"\n\n")
+        assert line.split(b":")[0] in (b"", b"id", b"event", b"data")
+
+
 async def test_a_slow_control_call_holds_up_nobody_else() -> None:
     async with FaultEngine(echo()) as engine, proxy_for(engine) as app:
         async with Client.to(app.url) as watching:
