@@ -50,6 +50,7 @@ class Adapters:
         """Load on all; what a partial failure left behind is unloaded again."""
         name = _name(asked.body)
         owing = [] if name is None else [engine for engine in self._fleet if _debt(name) in engine.owed]
+        boots = {engine: engine.boot for engine in self._fleet}
         engines, legs = await self._all(asked)
         merged = merge(asked.call, legs)
         touched = [(engine, leg) for engine, leg in zip(engines, legs, strict=True) if _may_be_done(leg)]
@@ -57,16 +58,16 @@ class Adapters:
             return reply_merged(asked.call, merged, legs)
         body = asked.body or b""
         if not merged.ok and name not in self._fleet.adapters:
-            note = await self._undo_load(asked, touched, name)
+            note = await self._undo_load(asked, touched, name, boots)
             return reply_merged(asked.call, merged, legs, note=note)
         self._fleet.adapters[name] = (asked.call.path, body)
         for engine, leg in zip(engines, legs, strict=True):
-            if leg.ok and engine not in owing:
+            if leg.ok and engine not in owing and engine.boot == boots[engine]:
                 engine.adapters[name] = body
                 continue
             engine.adapters.pop(name, None)
             if leg.ok:
-                # An unload of it may have been on its way: who got it first is not known.
+                # An unload may have been on its way, and nobody knows which was first; or this is another process.
                 self._admission.failed(engine, asked.call.path, f"is to load {name!r} once more", taint=False)
             else:
                 self._fence(engine, asked.call, leg)
@@ -74,13 +75,15 @@ class Adapters:
             engine.owed.pop(_debt(name), None)
         return reply_merged(asked.call, merged, legs, note=f". {name!r} was in use, so those engines are fenced")
 
-    async def _undo_load(self, asked: Asked, touched: Sequence[tuple[Engine, Leg]], name: str) -> str:
+    async def _undo_load(
+        self, asked: Asked, touched: Sequence[tuple[Engine, Leg]], name: str, boots: dict[Engine, int]
+    ) -> str:
         undo = self._unload_shot(asked, name)
         shots = [(engine, undo) for engine, _ in touched]
         undone = await self._fan(replace(asked, call=undo.call), shots, fire)
         left = []
         for (engine, leg), result in zip(touched, undone, strict=True):
-            if result.ok or (leg.ok and _gone(result)):
+            if result.ok or (leg.ok and _gone(result)) or engine.boot != boots[engine]:
                 continue
             # What may still be loading is not found now, and is there later. Where the route is missing nothing is
             # ever found. Otherwise "not found" means that the adapter is gone.

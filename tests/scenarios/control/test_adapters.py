@@ -1,5 +1,7 @@
 """Adapters: an engine that may have one that the others lack serves nobody until that is over."""
 
+import asyncio
+
 import pytest
 
 from tests.scenarios.control.mock import MockEngine
@@ -108,6 +110,32 @@ async def test_what_may_still_be_loading_is_settled_by_a_restart():
         await fleet.until_state(1, "fenced")
         await fleet.engines[1].restart()
         await fleet.until_state(1, "ready")
+
+
+async def test_nothing_is_owed_by_a_process_that_came_after_the_load():
+    async with rig(3) as fleet:
+        # While one engine still loads, another one dies in it and is there again, with nothing to undo.
+        for mock in (fleet.engines[0], fleet.engines[2]):
+            mock.fail(LOAD, "hang", times=1)
+        call = asyncio.ensure_future(fleet.call(LOAD, json=BODY, status=424))
+        await fleet.until(lambda: all(fleet.seen(LOAD)))
+        await fleet.engines[2].restart()
+        await fleet.until(lambda: fleet.engine(2).boot == 1)
+        fleet.engines[0].heal()
+        await call
+        await fleet.until(lambda: fleet.states() == ["ready"] * 3)
+        assert [mock.loaded for mock in fleet.engines] == [{}] * 3
+
+
+async def test_a_process_that_came_during_a_load_loads_it_too():
+    async with rig(2) as fleet:
+        fleet.engines[0].fail(LOAD, "slow", seconds=0.7, times=1)
+        call = asyncio.ensure_future(fleet.call(LOAD, json=BODY))
+        await fleet.until(lambda: bool(fleet.engines[1].loaded))
+        await fleet.engines[1].restart()
+        await fleet.until_state(1, "ready")
+        await call
+        await fleet.until(lambda: fleet.engine(1).eligible and fleet.engines[1].loaded == {"a": "/x"})
 
 
 async def test_a_load_that_meets_the_unload_that_was_owed_is_made_once_more():
