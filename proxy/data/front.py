@@ -136,8 +136,7 @@ class Front(TunnelConnection):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._upgrade(data[upgrade.args[0] :])
-            return
+            rest = data[upgrade.args[0] :]
         except httptools.HttpParserCallbackError as error:
             self._callback_failed(error.__context__)
             return
@@ -146,17 +145,18 @@ class Front(TunnelConnection):
             if not self._deaf:
                 self.refuse(BadRequest(f"not a valid HTTP/1.1 request: {error}"))
             return
-        if self._arriving is None:
-            if self._head_since and self._head_bytes > self._server.max_head:
-                self.refuse(HeadersTooLarge(f"the request head is over {self._server.max_head} bytes"))
-                return
-        elif self._frame_bytes > self._server.max_head:
-            # Chunk extensions or trailers without end.
-            self.refuse(HeadersTooLarge(f"over {self._server.max_head} bytes came that belong to no body"))
+        else:
+            if self._arriving is None:
+                if self._head_since and self._head_bytes > self._server.max_head:
+                    self.refuse(HeadersTooLarge(f"the request head is over {self._server.max_head} bytes"))
+            elif self._frame_bytes > self._server.max_head:
+                # Chunk extensions or trailers without end.
+                self.refuse(HeadersTooLarge(f"over {self._server.max_head} bytes came that belong to no body"))
+            if self._queue and not self._deaf:
+                # Nobody who generates pipelines: what waits behind a request stays in the socket.
+                self.pause_reading()
             return
-        if self._queue:
-            # Nobody who generates pipelines: what waits behind a request stays in the socket.
-            self.pause_reading()
+        self._upgrade(rest)
 
     def _callback_failed(self, error: BaseException | None) -> None:
         if isinstance(error, FleetgateError):

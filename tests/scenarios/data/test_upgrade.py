@@ -69,6 +69,16 @@ async def test_a_body_that_is_too_big_to_keep_arrives_too() -> None:
         assert engine.requests[0].body == BODY
 
 
+@pytest.mark.parametrize("framing", FRAMINGS)
+@pytest.mark.parametrize("path", ["/pause", "/v1/completions"])
+async def test_a_body_over_the_limit_is_refused_as_ever(framing: str, path: str) -> None:
+    line, body = FRAMINGS[framing]
+    async with FaultEngine(echo()) as engine, proxy_for(engine, max_body=1024, max_control_body=1024) as app:
+        got = await ask(app.url, request(H2C, line, f"POST {path} HTTP/1.1") + body)
+        assert (got.status, got.field("X-Fleetgate-Error")) == (413, "body_too_large")
+        assert engine.requests == []
+
+
 async def test_behind_another_request_it_is_answered_in_its_turn() -> None:
     async with FaultEngine(echo()) as engine, proxy_for(engine) as app, Client.to(app.url) as client:
         await client.send(post("/v1/completions", b"{}") + request(H2C, f"Content-Length: {len(BODY)}") + BODY)
