@@ -124,6 +124,8 @@ class Admission:
                     "engine %s was inside a weight update before this proxy started: what it holds is not %r",
                     engine.id, engine.version,
                 )  # fmt: skip
+                if engine.state is State.READY:
+                    self.fence(engine, self.verdict(engine).reason)
 
     @property
     def left_open(self) -> bool:
@@ -210,7 +212,7 @@ class Admission:
         ``default`` says nothing once there was an update.
         """
         engine.met = True
-        self._recall([engine])
+        self._recall(self._fleet)
         named = engine.version == self._fleet.version and engine.version not in (None, DEFAULT)
         known = engine.plain or named or (self._fleet.pristine and engine.boot == 0)
         engine.epoch = self._fleet.epoch if known and engine.boot == 0 else UNKNOWN_EPOCH

@@ -112,3 +112,20 @@ async def test_an_engine_that_comes_later_is_judged_too():
         assert late.state == "fenced"
     for mock in engines:
         await mock.kill()
+
+
+async def test_an_engine_that_is_heard_late_tells_what_those_heard_before_were_in():
+    """One whose update failed is in doubt because the round is open at others, whose cores did not answer at first."""
+    engines = await engines_with("v1", count=3)
+    engines[0].fail("/update_weights", status=500)
+    async with proxy_for(engines) as first:
+        await begin(first, updates=1, status=424)
+        await first.call("/resume")
+    engines[0].heal()
+    for mock in engines[1:]:
+        mock.fail("/weight_info", times=3)
+    async with proxy_for(engines) as second:
+        await second.until(lambda: second.states() == ["fenced", "fenced", "fenced"])
+        assert all(HALF_DONE in engine.reason for engine in second.plane.fleet)
+    for mock in engines:
+        await mock.kill()
