@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from proxy.core.admission import is_automatic
+from proxy.core.calls import CALLS, custom
 
 _ANSWERS = re.compile(rb"^http_requests_total\{([^}]*)\} ([0-9.eE+]+)", re.MULTILINE)
 _RUNNING = re.compile(rb"^vllm:rl_weight_update_operations_in_flight\{([^}]*)\} ([0-9.eE+]+)", re.MULTILINE)
@@ -30,6 +31,7 @@ class History:
         finished: finishes that it answered with 2xx.
         failed: updates that it answered with 5xx; vLLM closes the session then.
         labelled: ``/update_weight_version`` calls that it answered with 2xx.
+        whole: updates by routes of their own, whole by themselves, that it answered with 2xx.
         running: weight operations that it was in the middle of.
     """
 
@@ -37,6 +39,7 @@ class History:
     finished: int = 0
     failed: int = 0
     labelled: int = 0
+    whole: int = 0
     running: int = 0
 
     @property
@@ -48,16 +51,16 @@ class History:
         """Whether something went wrong once; counts do not tell whether a later round put it right.
 
         Args:
-            version: its label. One of the proxy's own is set after each finish, so fewer labels than finishes leave the
-                last finish without one.
+            version: its label. One of the proxy's own is set after each update, so fewer labels than updates leave the
+                last one without.
         """
-        unlabelled = version is not None and is_automatic(version) and self.labelled < self.finished
+        unlabelled = version is not None and is_automatic(version) and self.labelled < self.finished + self.whole
         return self.failed > 0 or unlabelled
 
 
 def read(page: bytes) -> History:
     """The counts on a Prometheus page; zeros where it has none."""
-    started = finished = failed = labelled = 0
+    started = finished = failed = labelled = whole = 0
     for match in _ANSWERS.finditer(page):
         labels = dict(_LABEL.findall(match[1]))
         handler, status, count = labels.get(b"handler"), labels.get(b"status", b""), int(float(match[2]))
@@ -65,6 +68,7 @@ def read(page: bytes) -> History:
             started += count if handler in _STARTS else 0
             finished += count if handler == b"/finish_weight_update" else 0
             labelled += count if handler == b"/update_weight_version" else 0
+            whole += count if _is_whole_update(handler) else 0
         elif status[:1] == b"5":
             failed += count if handler == b"/update_weights" else 0
     running = sum(
@@ -72,4 +76,9 @@ def read(page: bytes) -> History:
         for match in _RUNNING.finditer(page)
         if dict(_LABEL.findall(match[1])).get(b"operation") in _CHANGING
     )
-    return History(started, finished, failed, labelled, running)
+    return History(started, finished, failed, labelled, whole, running)
+
+
+def _is_whole_update(handler: bytes | None) -> bool:
+    path = handler.decode("latin-1") if handler is not None else ""
+    return bool(path) and path not in CALLS and custom(path, None).one_shot

@@ -139,13 +139,9 @@ class Prober:
 
     async def is_dead(self, engine: Engine) -> bool:
         """A quick look whether it still serves: used after it answered a 500."""
-        try:
-            answer = await engine.upstream.fetch("GET", "/health", timeout=self._settings.probe_timeout)
-        except FetchError:
-            self.suspect(engine, "it does not answer /health")
-            return True
-        if answer.status != 200:
-            self.suspect(engine, f"/health answers {answer.status}")
+        answer = await self._get(engine, "/health")
+        if answer is None or answer.status != 200:
+            self.suspect(engine, "it does not answer /health" if answer is None else f"/health answers {answer.status}")
             return True
         if engine.suspect:
             # It may be another process that is well: `engine.boot` tells as soon as that is known.

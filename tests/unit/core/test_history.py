@@ -11,6 +11,10 @@ http_requests_total{handler="/update_weights",method="POST",status="4xx"} 5.0
 http_requests_total{handler="/update_weights",method="POST",status="5xx"} 1.0
 http_requests_total{method="POST",status="2xx",handler="/finish_weight_update"} 2.0
 http_requests_total{handler="/update_weight_version",method="POST",status="2xx"} 1e1
+http_requests_total{handler="/fetch_weights",method="POST",status="2xx"} 2.0
+http_requests_total{handler="/areal_update_weights",method="POST",status="5xx"} 4.0
+http_requests_total{handler="/weight_info",method="GET",status="2xx"} 8.0
+http_requests_total{handler="/weight_checker",method="POST",status="2xx"} 8.0
 http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1.5e+06
 # TYPE vllm:rl_weight_update_operations_in_flight gauge
 vllm:rl_weight_update_operations_in_flight{operation="update"} 1.0
@@ -20,7 +24,7 @@ vllm:rl_weight_update_operations_in_flight{operation="finish"} 0.0
 
 
 def test_a_page_is_read():
-    assert read(PAGE) == History(started=4, finished=2, failed=1, labelled=10, running=1)
+    assert read(PAGE) == History(started=4, finished=2, failed=1, labelled=10, whole=2, running=1)
 
 
 def test_a_page_without_counts_has_no_history():
@@ -48,6 +52,8 @@ def test_a_session_is_open_until_a_finish_or_a_failed_update(history, is_open):
     [
         (History(started=5, finished=5, labelled=5), "u5", False),
         (History(started=5, finished=5, labelled=4), "u4", True),
+        (History(started=5, finished=5, labelled=5, whole=1), "u5", True),
+        (History(started=5, finished=5, labelled=6, whole=1), "u6", False),
         (History(started=5, finished=5, labelled=0), "v5", False),
         (History(started=5, finished=4, failed=1, labelled=4), "u4", True),
         (History(started=5, finished=5, failed=1, labelled=0), "v5", True),
