@@ -8,12 +8,15 @@ import sys
 
 import pytest
 
+COMMAND = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from proxy.cli import main; main()"
+"""What a terminal starts. Where the tests run in the background of a script, ctrl-C is ignored by all it starts."""
+
 
 async def fleetgate(*arguments, interrupt_on=None):
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        "from proxy.cli import main; main()",
+        COMMAND,
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -54,7 +57,7 @@ async def test_watch_goes_on_until_it_is_interrupted(demo):
 async def test_watch_on_a_terminal_redraws_the_screen(demo):
     ours, theirs = os.openpty()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "from proxy.cli import main; main()", "status", "--url", demo.url, "--watch",
+        sys.executable, "-c", COMMAND, "status", "--url", demo.url, "--watch",
         stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
     )  # fmt: skip
     os.close(theirs)
