@@ -19,7 +19,7 @@ from aiohttp import web
 
 from proxy.config import Settings
 from proxy.control.plane import ControlPlane
-from proxy.data.handoff import WebSide
+from proxy.data.handoff import WebSide, web_runner
 from proxy.data.plane import DataPlane
 from proxy.fleet.discovery import Discovery
 from proxy.fleet.registry import Fleet
@@ -99,7 +99,7 @@ class WorkersListener:
         self._workers = plane.workers
         self._workers.prober = control.prober
         self._seconds = plane.settings.drain_timeout
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
+        self._runner = web_runner(app)
         self._directory = private_directory()
         self._path = f"{self._directory}/control.sock"
         self.ssl_context = server_context(plane.settings)
@@ -200,7 +200,7 @@ async def start(settings: Settings, spans: Spans | None = None) -> App:
     if own_port:
         control_app = control.make_app(public=False)
         add_routes(control_app, plane, stats)
-        control_site = web.AppRunner(control_app, handler_cancellation=True, access_log=None, auto_decompress=False)
+        control_site = web_runner(control_app)
         await control_site.setup()
         site = web.TCPSite(
             control_site,

@@ -89,7 +89,7 @@ class Admission:
     def count_votes(self) -> None:
         """Take the label that most living engines hold for the fleet's (contract: "At start")."""
         fleet = self._fleet
-        self._recall(fleet)
+        self._recall()
         labels = [engine.version for engine in fleet if engine.alive and not engine.plain]
         result = vote(labels)
         fleet.tied = result.tied
@@ -105,15 +105,15 @@ class Admission:
             if lost or not all(is_automatic(label) for label in named):
                 # Whoever restarted may have shown a later label than those that are left.
                 self._hide_history()
-        self.set_fleet_version(result.version, by="start")
+        self.decide(result.version, by="start")
 
-    def _recall(self, engines: Iterable[Engine]) -> None:
+    def _recall(self) -> None:
         """Keep out who was in an update that an earlier proxy did not see the end of: its label names other weights.
 
         An update that failed once is in doubt only where a round seems to have been going on: it is counted for ever,
         and later rounds put most of them right.
         """
-        told = [(engine, engine.history) for engine in engines if engine.alive and engine.history is not None]
+        told = [(engine, engine.history) for engine in self._fleet if engine.alive and engine.history is not None]
         self._left_open = self._left_open or any(history.open for _, history in told)
         for engine, history in told:
             interrupted = self._left_open or engine.reported_paused
@@ -132,6 +132,13 @@ class Admission:
         """Whether an engine was in the middle of an update round when the proxy first saw it."""
         return self._left_open
 
+    def decide(self, version: str | None, *, by: str) -> None:
+        """Labels that engines brought along say what the fleet has: whoever was met before is judged by that anew."""
+        self.set_fleet_version(version, by=by)
+        for engine in self._fleet:
+            if engine.met and engine.boot == 0 and self._is_named(engine):
+                engine.epoch = self._fleet.epoch
+
     def set_fleet_version(self, version: str | None, *, by: str) -> None:
         """The fleet has these weights now."""
         fleet = self._fleet
@@ -141,11 +148,6 @@ class Admission:
             fleet.labels_seen.add(version)
             if version != DEFAULT:
                 fleet.pristine = False
-        if by in ("start", "admit"):
-            # Whoever was met while nothing was decided was judged by a version that is not the fleet's any more.
-            for engine in fleet:
-                if engine.met and engine.boot == 0 and engine.version == version and version not in (None, DEFAULT):
-                    engine.epoch = fleet.epoch
         if before != version:
             fleet.checksums.clear()
             fleet.emit("weight_version", version=version, before=before, epoch=fleet.epoch, by=by)
@@ -207,15 +209,14 @@ class Admission:
             engine.reason = verdict.reason
 
     def _meet(self, engine: Engine) -> None:
-        """A process that nobody here has seen before: its label is all there is to go by.
-
-        ``default`` says nothing once there was an update.
-        """
+        """A process that is new here: its label is all there is to go by. ``default`` says nothing after an update."""
         engine.met = True
-        self._recall(self._fleet)
-        named = engine.version == self._fleet.version and engine.version not in (None, DEFAULT)
-        known = engine.plain or named or (self._fleet.pristine and engine.boot == 0)
+        self._recall()
+        known = engine.plain or self._fleet.pristine or self._is_named(engine)
         engine.epoch = self._fleet.epoch if known and engine.boot == 0 else UNKNOWN_EPOCH
+
+    def _is_named(self, engine: Engine) -> bool:
+        return engine.version == self._fleet.version and engine.version not in (None, DEFAULT)
 
     def _may_settle(self, engine: Engine) -> bool:
         if not engine.failed_call or engine.by_hand:

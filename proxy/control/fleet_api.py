@@ -248,7 +248,7 @@ class FleetApi:
         if (fleet.tied or fleet.version is None) and engine.version is not None:
             fleet.tied = ()
             plane.admission.voting = False
-            plane.admission.set_fleet_version(engine.version, by="admit")
+            plane.admission.decide(engine.version, by="admit")
         plane.admission.admit(engine, "admitted by hand")
         plane.admission.review_all()
 

@@ -96,7 +96,8 @@ class Pauses:
         self._fan = fan
         self._on_lease_end = on_lease_end
         updates.on_broken = self._broken
-        self._timers: list[asyncio.TimerHandle] = []
+        self._alarm: asyncio.TimerHandle | None = None
+        self._lease: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def pause(self, asked: Asked) -> Reply:
@@ -108,8 +109,8 @@ class Pauses:
         gate.close(who)
         self._updates.round.passed_by = True
         if not was_closed:
-            self._fleet.emit("gate_closed", by=who)
-        self._set_timers(who)
+            self._closed(who)
+        self._renew_lease(who)
         self._lock.changed()
         await gate.settled()
         shot = asked.shot(limit_of(self._settings, asked))
@@ -225,9 +226,9 @@ class Pauses:
                 await asyncio.wait({running.task}, timeout=self._settings.probe_timeout)
 
     def _cancel_timers(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
+        for timer in (self._alarm, self._lease):
+            if timer is not None:
+                timer.cancel()
 
     def _open(self, by: str) -> None:
         self._cancel_timers()
@@ -243,19 +244,23 @@ class Pauses:
 
     # Pauses that last
 
-    def _set_timers(self, by: str) -> None:
+    def _closed(self, by: str) -> None:
+        self._fleet.emit("gate_closed", by=by)
+        self._alarm = asyncio.get_running_loop().call_later(self._settings.pause_warn, self._overdue, by)
+
+    def _renew_lease(self, by: str) -> None:
         """Each pause has a lease of its own: that of an earlier one must not end a later trainer's."""
-        self._cancel_timers()
-        loop = asyncio.get_running_loop()
-        self._timers.append(loop.call_later(self._settings.pause_warn, self._overdue, by))
+        if self._lease is not None:
+            self._lease.cancel()
         if self._settings.max_pause:
-            self._timers.append(loop.call_later(self._settings.max_pause, self._lease_ended, by))
+            loop = asyncio.get_running_loop()
+            self._lease = loop.call_later(self._settings.max_pause, self._lease_ended, by)
 
     def _overdue(self, by: str) -> None:
         seconds = asyncio.get_running_loop().time() - self._gate.closed_since
         _log.warning("generation has been paused for %.0f s by %s; POST /resume ends it", seconds, by)
         self._fleet.emit("pause_overdue", by=by, seconds=seconds)
-        self._timers.append(asyncio.get_running_loop().call_later(self._settings.pause_warn, self._overdue, by))
+        self._alarm = asyncio.get_running_loop().call_later(self._settings.pause_warn, self._overdue, by)
 
     def _lease_ended(self, by: str) -> None:
         seconds = asyncio.get_running_loop().time() - self._gate.closed_since
@@ -277,8 +282,8 @@ class Pauses:
         who = "a pause found at start"
         self._updates.half_way = True
         self._gate.close(who)
-        self._fleet.emit("gate_closed", by=who)
-        self._set_timers(who)
+        self._closed(who)
+        self._renew_lease(who)
         self._lock.changed()
         self._watching = spawn(self._until_resumed(), name="watch the recovered pause")
 

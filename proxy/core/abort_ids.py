@@ -13,6 +13,7 @@ import orjson
 _PROMPT = b'"prompt"'
 _SEVERAL = re.compile(_PROMPT + rb'\s*:\s*\[\s*["\[]')
 _COMPLETIONS = "/v1/completions"
+_COMPLETIONS_PATH = _COMPLETIONS.encode("ascii")
 _FORMS = {
     "/v1/chat/completions": "chatcmpl-{}",
     "/v1/chat/completions/batch": "chatcmpl-{}",
@@ -58,7 +59,7 @@ def count_streamed(path: bytes, body: Sequence[bytes]) -> int:
         path: of the request.
         body: its pieces.
     """
-    if not path.startswith(_COMPLETIONS.encode()):
+    if not path.startswith(_COMPLETIONS_PATH):
         return 1
     whole = b"".join(body)
     place = whole.find(_PROMPT)

@@ -26,6 +26,11 @@ _log = logging.getLogger("fleetgate.handoff")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def web_runner(app: web.Application, **options: Any) -> web.AppRunner:
+    """Run an application as all of the proxy's are: a client that leaves ends its handler, a body stays as it came."""
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, **options)
+
+
 class WebSide:
     """The aiohttp side of the shared port.
 
@@ -35,9 +40,7 @@ class WebSide:
 
     def __init__(self, app: web.Application) -> None:
         app.middlewares.insert(0, self._finish)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, auto_decompress=False, keepalive_timeout=3600
-        )
+        self._runner = web_runner(app, keepalive_timeout=3600)
         self._handed: dict[asyncio.BaseProtocol, Handed] = {}
 
     async def start(self) -> None:

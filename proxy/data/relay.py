@@ -201,7 +201,7 @@ class Relay:
             exchange.crashed()
 
     def write(self, data: bytes, *, more: bool = False) -> None:
-        """Write something of the proxy's own into the body, framed."""
+        """Write a piece of the body, framed. `data`, called per event, does the same without a further call."""
         self.bytes_out += len(data)
         self._out(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data, more=more)
 

@@ -16,6 +16,7 @@ from proxy.config import Settings
 from proxy.control.plane import ControlPlane
 from proxy.core.engine_state import State
 from proxy.data.gate import Gate
+from proxy.data.handoff import web_runner
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
 from proxy.observe.events import KINDS
@@ -114,6 +115,13 @@ class Rig:
             while not what():
                 await asyncio.sleep(0.01)
 
+    async def restart(self, index: int, **changes: Any) -> None:
+        """Replace an engine's process, and wait until the proxy has noticed."""
+        engine = self.engine(index)
+        before = engine.boot
+        await self.engines[index].restart(**changes)
+        await self.until(lambda: engine.boot > before)
+
     async def until_state(self, index: int, state: State | str, limit: float = 5.0) -> None:
         await self.until(lambda: self.engine(index).state == state, limit)
 
@@ -152,7 +160,7 @@ async def proxy_for(mocks: list[MockEngine], *, wait: bool = True, **settings: A
     plane = ControlPlane(config, fleet, data)  # type: ignore[arg-type]
     events: list[tuple[str, dict[str, Any]]] = []
     fleet.listeners.append(lambda kind, details: events.append((kind, details)))
-    runner = web.AppRunner(plane.make_app(), handler_cancellation=True, shutdown_timeout=0.1, auto_decompress=False)
+    runner = web_runner(plane.make_app(), shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

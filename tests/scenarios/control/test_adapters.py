@@ -119,8 +119,7 @@ async def test_nothing_is_owed_by_a_process_that_came_after_the_load():
             mock.fail(LOAD, "hang", times=1)
         call = asyncio.ensure_future(fleet.call(LOAD, json=BODY, status=424))
         await fleet.until(lambda: all(fleet.seen(LOAD)))
-        await fleet.engines[2].restart()
-        await fleet.until(lambda: fleet.engine(2).boot == 1)
+        await fleet.restart(2)
         fleet.engines[0].heal()
         await call
         await fleet.until(lambda: fleet.states() == ["ready"] * 3)
@@ -166,8 +165,7 @@ async def test_a_reload_that_nobody_took_leaves_the_adapter_and_the_engines_as_t
             mock.fail(LOAD, kind, times=1)
         await fleet.call(LOAD, json={"lora_name": "a", "lora_path": "/2"}, status=424)
         assert fleet.states() == ["ready", "ready"]
-        await fleet.engines[1].restart()
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1)
         await fleet.until_state(1, "ready")
         assert fleet.engines[1].loaded == {"a": "/x"}
 

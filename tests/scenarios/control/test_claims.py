@@ -155,13 +155,19 @@ async def test_a_coded_body_reaches_the_engines_as_it_came() -> None:
         assert int(dict(seen.headers)["Content-Length"]) == len(body)
 
 
-async def test_each_pause_has_a_lease_of_its_own() -> None:
+async def test_each_pause_has_a_lease_of_its_own_but_the_alarm_counts_from_the_first() -> None:
     async with rig(1, max_pause=60) as fleet:
+        pauses = fleet.plane.conductor.pauses
         await fleet.call("/pause?mode=keep")
-        first = fleet.plane.conductor.pauses._timers[-1]
+        lease, alarm = pauses._lease, pauses._alarm
+        assert lease is not None
+        assert alarm is not None
         await fleet.call("/pause?mode=keep")
-        assert first.cancelled()
-        assert not fleet.plane.conductor.pauses._timers[-1].cancelled()
+        assert lease.cancelled()
+        assert pauses._lease is not None
+        assert not pauses._lease.cancelled()
+        assert pauses._alarm is alarm
+        assert not alarm.cancelled()
 
 
 async def test_a_label_that_failed_on_one_is_reported_with_all() -> None:

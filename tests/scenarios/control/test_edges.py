@@ -86,8 +86,7 @@ async def test_a_member_that_restarts_inside_a_round_breaks_it():
     async with rig(2) as fleet:
         await fleet.sync("w1", "v1")
         await fleet.call("/start_weight_update")
-        await fleet.engines[1].restart()
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1)
         data = await fleet.call("/update_weights", json=UPDATE, status=409)
         assert fleet.engines[1].id in data["error"]["message"]
         assert fleet.seen("/update_weights") == [1, 1]

@@ -15,16 +15,14 @@ async def settle(fleet, seconds=0.4):
 
 async def test_a_restarted_engine_is_as_good_as_before_while_nothing_was_ever_updated():
     async with rig(2) as fleet:
-        await fleet.engines[1].restart()
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1)
         await fleet.until_state(1, "ready")
 
 
 async def test_a_restarted_engine_gets_nothing_until_a_whole_sync():
     async with rig(2) as fleet:
         await fleet.sync("w1", "v1")
-        await fleet.engines[1].restart()
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1)
         await settle(fleet)
         assert fleet.states() == ["ready", "fenced"]
         await fleet.sync("w2", "v2")
@@ -42,8 +40,7 @@ async def test_a_restart_shows_at_once_and_not_at_the_next_probe():
 async def test_a_restart_under_the_fleets_own_label_is_told_by_the_start_time():
     async with rig(2) as fleet:
         await fleet.sync("w1", "v1")
-        await fleet.engines[1].restart(version="v1")
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1, version="v1")
         await settle(fleet)
         assert fleet.states() == ["ready", "fenced"]
         assert fleet.engine(1).version == "v1"
@@ -53,8 +50,7 @@ async def test_without_start_times_a_refused_connection_counts_as_a_restart():
     mocks = [MockEngine(metrics=False), MockEngine(metrics=False)]
     async with rig(engines=mocks) as fleet:
         await fleet.sync("w1", "v1")
-        await fleet.engines[1].restart(version="v1")
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1, version="v1")
         await settle(fleet)
         assert fleet.states() == ["ready", "fenced"]
 
@@ -85,8 +81,7 @@ async def test_equal_checksums_let_a_restarted_engine_in_under_the_fleets_label(
     async with rig(2) as fleet:
         await fleet.sync("w1", "v1")
         await fleet.call("/weight_checker", json={"action": "checksum"})
-        await fleet.engines[1].restart(weights=fleet.engines[0].weights)
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1, weights=fleet.engines[0].weights)
         await fleet.until_state(1, "ready")
         assert fleet.engines[1].version == "v1"
         assert fleet.seen("/weight_checker") == [1, 2]
@@ -95,8 +90,7 @@ async def test_equal_checksums_let_a_restarted_engine_in_under_the_fleets_label(
 async def test_a_check_that_shows_equal_checksums_lets_an_engine_in():
     async with rig(2) as fleet:
         await fleet.sync("w1", "v1")
-        await fleet.engines[1].restart(weights=fleet.engines[0].weights)
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1, weights=fleet.engines[0].weights)
         await settle(fleet)
         assert fleet.engine(1).state == "fenced"
         assert fleet.seen("/weight_checker") == [0, 0]
@@ -109,8 +103,7 @@ async def test_other_checksums_do_not_and_are_asked_once():
     async with rig(2) as fleet:
         await fleet.sync("w1", "v1")
         await fleet.call("/weight_checker", json={"action": "checksum"})
-        await fleet.engines[1].restart()
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1)
         await settle(fleet, 0.6)
         assert fleet.engine(1).state == "fenced"
         assert fleet.seen("/weight_checker") == [1, 2]

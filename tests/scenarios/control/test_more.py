@@ -53,8 +53,7 @@ async def test_a_reload_under_the_same_name_that_fails_fences_that_engine_until_
 async def test_a_restarted_engine_gets_the_adapters_it_misses_before_it_serves():
     async with rig(2) as fleet:
         await fleet.call(LOAD, json={"lora_name": "a", "lora_path": "/x"})
-        await fleet.engines[1].restart()
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1)
         await fleet.until_state(1, "ready")
         assert fleet.engines[1].loaded == {"a": "/x"}
 

@@ -25,6 +25,17 @@ async def begin(fleet: Rig, *, updates: int, **kw: Any) -> None:
         await fleet.call("/update_weights", json={"update_info": {"names": [f"w2.{number}"]}}, **kw)
 
 
+async def engines_whose_first_failed() -> list[MockEngine]:
+    """Three engines in a broken round: the update failed on the first, and the session is open at the others."""
+    engines = await engines_with("v1", count=3)
+    engines[0].fail("/update_weights", status=500)
+    async with proxy_for(engines) as first:
+        await begin(first, updates=1, status=424)
+        await first.call("/resume")
+    engines[0].heal()
+    return engines
+
+
 @pytest.mark.parametrize("version", [None, "v1"])
 @pytest.mark.parametrize("updates", [0, 1])
 async def test_a_resume_lets_nobody_serve_who_is_in_the_middle_of_an_update(version, updates):
@@ -73,12 +84,7 @@ async def test_a_finish_that_got_no_label_is_not_taken_for_the_one_before():
 
 
 async def test_an_update_that_failed_is_remembered_while_the_round_is_open_elsewhere():
-    engines = await engines_with("v1", count=3)
-    engines[0].fail("/update_weights", status=500)
-    async with proxy_for(engines) as first:
-        await begin(first, updates=1, status=424)
-        await first.call("/resume")
-    engines[0].heal()
+    engines = await engines_whose_first_failed()
     async with proxy_for(engines) as second:
         assert second.states() == ["fenced", "fenced", "fenced"]
     for mock in engines:
@@ -116,12 +122,7 @@ async def test_an_engine_that_comes_later_is_judged_too():
 
 async def test_an_engine_that_is_heard_late_tells_what_those_heard_before_were_in():
     """One whose update failed is in doubt because the round is open at others, whose cores did not answer at first."""
-    engines = await engines_with("v1", count=3)
-    engines[0].fail("/update_weights", status=500)
-    async with proxy_for(engines) as first:
-        await begin(first, updates=1, status=424)
-        await first.call("/resume")
-    engines[0].heal()
+    engines = await engines_whose_first_failed()
     for mock in engines[1:]:
         mock.fail("/weight_info", times=3)
     async with proxy_for(engines) as second:

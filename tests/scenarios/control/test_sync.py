@@ -78,8 +78,7 @@ async def test_labels_off_leaves_labels_alone():
         assert fleet.seen("/update_weight_version") == [0, 0]
         assert fleet.plane.fleet.version == "default"
         assert fleet.states() == ["ready", "ready"]
-        await fleet.engines[1].restart()
-        await fleet.until(lambda: fleet.engine(1).boot == 1)
+        await fleet.restart(1)
         await asyncio.sleep(0.2)
         assert fleet.engine(1).state == "fenced"
 
