@@ -27,7 +27,6 @@ from proxy.tasks import spawn
 
 if TYPE_CHECKING:
     from proxy.data.gate import Gate
-    from proxy.fleet.probes import Prober
 
 _log = logging.getLogger("fleetgate.admission")
 
@@ -51,7 +50,6 @@ class Admission:
         self._settling: set[Engine] = set()
         self._labels_beyond = 0
         self._left_open = False
-        self.prober: Prober | None = None
         self._judging = False
         self.voting = True
         """Whether labels that are seen may still change the fleet's version: until all engines of the start were."""
@@ -99,9 +97,10 @@ class Admission:
                 "sync, or POST /fleet/engines/ID/admit", ", ".join(result.tied),
             )  # fmt: skip
         named = [label for label in labels if label not in (None, DEFAULT)]
-        if named:
+        marked = any(engine.marked for engine in fleet)
+        if named or marked:
             fleet.pristine = False
-            lost = DEFAULT in labels or any(not engine.alive for engine in fleet)
+            lost = marked or DEFAULT in labels or any(not engine.alive for engine in fleet)
             if lost or not all(is_automatic(label) for label in named):
                 # Whoever restarted may have shown a later label than those that are left.
                 self._hide_history()
@@ -110,16 +109,15 @@ class Admission:
     def _recall(self) -> None:
         """Keep out who was in an update that an earlier proxy did not see the end of: its label names other weights.
 
-        An update that failed once is in doubt only where a round seems to have been going on: it is counted for ever,
-        and later rounds put most of them right.
+        One whose update failed is in doubt only where a round was going on at others: it is counted for ever, and later
+        rounds put most of them right. Any other is marked (`proxy.core.marks`).
         """
         told = [(engine, engine.history) for engine in self._fleet if engine.alive and engine.history is not None]
         self._left_open = self._left_open or any(history.open for _, history in told)
         for engine, history in told:
-            interrupted = self._left_open or engine.reported_paused
-            if history.open or (interrupted and history.doubtful(engine.version)):
-                engine.history = None
-                engine.taint()
+            if history.open or (self._left_open and history.failed):
+                engine.history, engine.session = None, history.open
+                self._fleet.taint(engine)
                 _log.warning(
                     "engine %s was inside a weight update before this proxy started: what it holds is not %r",
                     engine.id, engine.version,
@@ -315,7 +313,7 @@ class Admission:
         if not engine.checksums_equal or version is None:
             _log.info("checksums of %s are not those of %r", engine.id, version)
             return
-        if engine.version != version:
+        if engine.version != version or engine.marked:
             body = orjson.dumps({"new_version": version})
             shot = Shot(
                 CALLS["/update_weight_version"], "POST", "/update_weight_version", JSON_HEADERS, body,
@@ -325,8 +323,7 @@ class Admission:
             if not leg.ok or engine.boot != boot or self._fleet.version != version:
                 engine.compared = engine.checksums_equal = None
                 return
-            if self.prober is not None:
-                self.prober.set_version(engine, version)
+            self._fleet.set_version(engine, version)
         engine.epoch = self._fleet.epoch
         engine.tainted = False
         self.review(engine)
@@ -365,7 +362,7 @@ class Admission:
     def failed(self, engine: Engine, call: str, why: str, *, taint: bool) -> None:
         """It failed or missed a control call: out, until it has caught up (and, if tainted, a whole round)."""
         if taint:
-            engine.taint()
+            self._fleet.taint(engine)
         engine.failed_call = call
         if engine.alive and engine.state is not State.STARTING:
             self.fence(engine, why)
@@ -388,8 +385,8 @@ class Admission:
             engine.epoch = fleet.epoch
             engine.by_hand = None if engine.by_hand else engine.by_hand
             engine.failed_call = ""
-            if label is not None and self.prober is not None:
-                self.prober.set_version(engine, label)
+            if label is not None:
+                fleet.set_version(engine, label)
         fleet.checksums.clear()
         version = label if label is not None else next((engine.version for engine in took), fleet.version)
         self.set_fleet_version(version, by=by)

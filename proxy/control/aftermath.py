@@ -56,7 +56,7 @@ class Aftermath:
             if engine.state is State.DOWN:
                 engine.failed_call = asked.call.path
                 if asked.call.kind is Kind.RPC:
-                    engine.taint()
+                    self._fleet.taint(engine)
                 if asked.call.kind in OWED:
                     self.owe(engine, shot)
             elif engine.state is State.STARTING and asked.call.kind is Kind.RESUME:

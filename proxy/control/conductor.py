@@ -21,6 +21,7 @@ from proxy.control.asked import Asked, Reply, reply_error
 from proxy.control.everyday import Everyday
 from proxy.control.fanout import COLLECTIVE_GRACE, Fanout, Runner, Shot, fire
 from proxy.control.groups import Groups
+from proxy.control.labels import Labeller
 from proxy.control.lock import LifecycleLock, Running, holder_of
 from proxy.control.lora import Adapters
 from proxy.control.pauses import Pauses
@@ -74,7 +75,8 @@ class Conductor:
         """Makes spans of calls and their legs, where anything does."""
         aftermath = Aftermath(settings, fleet, admission, prober)
         self.groups = Groups(settings, fleet, admission, prober, fan=self.fan, gate_closed=lambda: gate.closed)
-        self.updates = Updates(settings, fleet, self.groups, admission, prober=prober, fan=self.fan)
+        self.labels = Labeller(settings, fleet, prober)
+        self.updates = Updates(settings, fleet, self.groups, admission, labels=self.labels, fan=self.fan)
         self.lock = LifecycleLock(fleet, gate_closed=lambda: gate.closed, round_live=lambda: self.updates.round.live)
         self.pauses = Pauses(
             settings, fleet, gate, self.lock, updates=self.updates, prober=prober, admission=admission,
@@ -265,6 +267,7 @@ class Conductor:
     async def stop(self) -> None:
         """End all legs."""
         self.pauses.stop()
+        self.labels.stop()
         for fanout in list(self._fanouts):
             fanout.cancel()
 

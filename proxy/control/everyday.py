@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -13,6 +14,7 @@ from proxy.control.aftermath import Aftermath, that_count
 from proxy.control.asked import Asked, Reply, limit_of, reply_json, reply_merged
 from proxy.control.fanout import Runner, Shot, fire
 from proxy.core.calls import Kind, Merge
+from proxy.core.marks import read_label
 from proxy.core.merge import Leg, Outcome, checksums_of, merge, version_body
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
@@ -76,11 +78,11 @@ class Everyday:
             if kind is Kind.SLEEP:
                 engine.asleep = frozenset({"weights", "kv_cache"})
                 if "level=2" in asked.query.split("&"):
-                    engine.taint()
+                    self._fleet.taint(engine)
             elif kind is Kind.WAKE:
                 self._woke(asked, engine, leg)
             elif kind is Kind.CHECK and b'"reset"' in (asked.body or b"") and b'"status"' in leg.body:
-                engine.taint()
+                self._fleet.taint(engine)
         if kind is Kind.CHECK:
             found = [(engine, checksums_of(leg)) for engine, leg in zip(engines, legs, strict=True)]
             self._admission.record([(engine, sums) for engine, sums in found if sums is not None])
@@ -120,12 +122,24 @@ class Everyday:
             leg = await fire(engine, shot)
             if leg.outcome is Outcome.TIMED_OUT and engine.alive:
                 return known
+            if leg.ok and shot.call.merge is Merge.VERSION:
+                return _without_mark(leg)
         if leg.ok and shot.call.merge is Merge.WORLD_SIZE and "?" not in shot.target:
             data = leg.json()
             size = data.get("world_size") if isinstance(data, dict) else None
             if isinstance(size, int) and size > 0:
                 engine.world_size, engine.weight = size, float(size)
         return leg
+
+
+def _without_mark(leg: Leg) -> Leg:
+    """The version of an engine's last whole weights: that it may hold others is for proxies to know."""
+    data = leg.json()
+    text = data.get("weight_version") if isinstance(data, dict) else None
+    label = read_label(text) if isinstance(text, str) else None
+    if label is None or not label.unfinished:
+        return leg
+    return replace(leg, body=orjson.dumps(version_body({leg.engine: label.version})))
 
 
 def _known(engine: Engine, rule: Merge) -> Leg | None:

@@ -250,6 +250,8 @@ class FleetApi:
             plane.admission.voting = False
             plane.admission.decide(engine.version, by="admit")
         plane.admission.admit(engine, "admitted by hand")
+        if engine.marked:
+            spawn(plane.conductor.labels.back([engine]), name=f"unmark {engine.id}")
         plane.admission.review_all()
 
     def _now(self) -> float:

@@ -145,6 +145,21 @@ class Groups:
             why = "; ".join(f"{engine.id}: {engine.last_error or 'restarted'}" for engine in bad)
             raise Conflict(f"{call}: an engine is not ready for it ({why}). No engine was called; {self._next(bad)}")
 
+    async def none_replaced(self, call: str, engines: Sequence[Engine]) -> None:
+        """Where the proxy is going to label, know each process before the weights are final.
+
+        Raises:
+            Conflict: one was replaced, unnoticed until now.
+        """
+        gone = await self.replaced(engines)
+        if gone:
+            names = ", ".join(engine.id for engine in gone)
+            raise Conflict(f"{call}: {names} restarted; {self.advice()}. No engine was called")
+
+    async def replaced(self, engines: Sequence[Engine]) -> list[Engine]:
+        """Those whose process was replaced, unnoticed until now."""
+        return await self._prober.replaced(engines)
+
     def _next(self, bad: Sequence[Engine]) -> str:
         if self.group is not None and any(engine in self.group.members for engine in bad):
             return self.advice()

@@ -60,7 +60,6 @@ class ControlPlane:
         self.paths = PathTable(item.path for item in settings.fanout_paths)
         self.admission = Admission(settings, fleet, plane.gate)
         self.prober = Prober(settings, fleet, self._on_look)
-        self.admission.prober = self.prober
         self.members = Members(settings, fleet, self.prober)
         self.conductor = Conductor(
             settings, fleet, plane.gate, plane.tracker, prober=self.prober, admission=self.admission
@@ -107,6 +106,7 @@ class ControlPlane:
 
     def _on_look(self, engine: Engine) -> None:
         """An engine answered: votes are counted as long as not everybody of the start has been heard."""
+        self.conductor.labels.mark(engine)
         if not self._started:
             return
         if self.admission.voting and (engine in self._first or not self._first):

@@ -4,16 +4,13 @@ The proxy keeps nothing of its own, so after its restart only the engines can sa
 has no route for that, but its page counts the answers of every route (``http_requests_total``) and the weight
 operations that run (``vllm:rl_weight_update_operations_in_flight``). A start opens a session in the worker; a finish
 that worked or an update that failed closes it. An engine with an open session holds weights that its label does not
-name.
+name. What no session tells, the label does (`proxy.core.marks`).
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-
-from proxy.core.admission import is_automatic
-from proxy.core.calls import CALLS, custom
 
 _ANSWERS = re.compile(rb"^http_requests_total\{([^}]*)\} ([0-9.eE+]+)", re.MULTILINE)
 _RUNNING = re.compile(rb"^vllm:rl_weight_update_operations_in_flight\{([^}]*)\} ([0-9.eE+]+)", re.MULTILINE)
@@ -30,16 +27,12 @@ class History:
         started: starts that it answered with 2xx.
         finished: finishes that it answered with 2xx.
         failed: updates that it answered with 5xx; vLLM closes the session then.
-        labelled: ``/update_weight_version`` calls that it answered with 2xx.
-        whole: updates by routes of their own, whole by themselves, that it answered with 2xx.
         running: weight operations that it was in the middle of.
     """
 
     started: int = 0
     finished: int = 0
     failed: int = 0
-    labelled: int = 0
-    whole: int = 0
     running: int = 0
 
     @property
@@ -47,28 +40,16 @@ class History:
         """Whether it is in the middle of an update round, or was when the round was given up."""
         return self.running > 0 or self.started > self.finished + self.failed
 
-    def doubtful(self, version: str | None) -> bool:
-        """Whether something went wrong once; counts do not tell whether a later round put it right.
-
-        Args:
-            version: its label. One of the proxy's own is set after each update, so fewer labels than updates leave the
-                last one without.
-        """
-        unlabelled = version is not None and is_automatic(version) and self.labelled < self.finished + self.whole
-        return self.failed > 0 or unlabelled
-
 
 def read(page: bytes) -> History:
     """The counts on a Prometheus page; zeros where it has none."""
-    started = finished = failed = labelled = whole = 0
+    started = finished = failed = 0
     for match in _ANSWERS.finditer(page):
         labels = dict(_LABEL.findall(match[1]))
         handler, status, count = labels.get(b"handler"), labels.get(b"status", b""), int(float(match[2]))
         if status[:1] == b"2":
             started += count if handler in _STARTS else 0
             finished += count if handler == b"/finish_weight_update" else 0
-            labelled += count if handler == b"/update_weight_version" else 0
-            whole += count if _is_whole_update(handler) else 0
         elif status[:1] == b"5":
             failed += count if handler == b"/update_weights" else 0
     running = sum(
@@ -76,9 +57,4 @@ def read(page: bytes) -> History:
         for match in _RUNNING.finditer(page)
         if dict(_LABEL.findall(match[1])).get(b"operation") in _CHANGING
     )
-    return History(started, finished, failed, labelled, whole, running)
-
-
-def _is_whole_update(handler: bytes | None) -> bool:
-    path = handler.decode("latin-1") if handler is not None else ""
-    return bool(path) and path not in CALLS and custom(path, None).one_shot
+    return History(started, finished, failed, running)

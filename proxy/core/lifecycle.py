@@ -84,6 +84,7 @@ class Round:
         why: what broke it.
         passed_by: a pause or init came after its start, so that a second start is a retry and no mistake.
         seen_start: a start was seen in this proxy's life: the trainer keeps to vLLM's order of calls.
+        label: the automatic label that its engines got before its finish, or empty.
     """
 
     state: RoundState = RoundState.NONE
@@ -91,11 +92,17 @@ class Round:
     why: str = ""
     passed_by: bool = False
     seen_start: bool = False
+    label: str = ""
 
     @property
     def live(self) -> bool:
         """Whether engines are in the middle of it."""
         return self.state in (RoundState.OPEN, RoundState.UPDATED)
+
+    @property
+    def brought(self) -> bool:
+        """Whether a finish ends an update that brought weights, as far as was seen."""
+        return self.state in (RoundState.UPDATED, RoundState.NONE)
 
     def check(self, call: Call) -> None:
         """Refuse what cannot be right, before any engine is touched.
@@ -118,7 +125,8 @@ class Round:
 
     def open(self, members: dict[str, int]) -> None:
         """A start is about to be sent."""
-        self.state, self.members, self.why, self.passed_by = RoundState.OPEN, dict(members), "", False
+        self.clear()
+        self.state, self.members = RoundState.OPEN, dict(members)
 
     def updated(self, members: dict[str, int]) -> None:
         """Every member took an update."""
@@ -136,13 +144,13 @@ class Round:
 
     def finished(self) -> bool:
         """Every member finished; True if an update was among what they finished."""
-        updated = self.state in (RoundState.UPDATED, RoundState.NONE)
+        updated = self.brought
         self.clear()
         return updated
 
     def clear(self) -> None:
         """Nothing is open."""
-        self.state, self.members, self.why, self.passed_by = RoundState.NONE, {}, "", False
+        self.state, self.members, self.why, self.passed_by, self.label = RoundState.NONE, {}, "", False, ""
 
 
 _RUNNING = {

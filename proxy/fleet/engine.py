@@ -46,7 +46,9 @@ class Engine:
         world_size: workers of this server (``GET /get_world_size``).
         weight: share of the load relative to others; the world size unless it is unknown, a part of it while the
             engine starts slowly.
-        tainted: an update began and did not end well, or its weights were wiped.
+        tainted: an update began and did not end well, or its weights were wiped (`Fleet.taint`).
+        marked: its own label says that its weights are nobody's; `version` is the one before.
+        session: an update session is open there, as far as is known; its counts say so too.
         updating: it is inside an update round, so its weights are nobody's.
         asleep: what ``/sleep`` took away and ``/wake_up`` has not brought back: ``weights``, ``kv_cache``.
         epoch: number of the last update that it is known to hold (`Fleet.epoch`); -1 after a restart.
@@ -87,6 +89,8 @@ class Engine:
     world_size: int | None = None
     weight: float = 1.0
     tainted: bool = False
+    marked: bool = False
+    session: bool = False
     updating: bool = False
     asleep: frozenset[str] = frozenset()
     epoch: int = 0
@@ -126,17 +130,11 @@ class Engine:
         """Its share of the load by size: the workers that it has, one where that is not known."""
         return float(self.world_size or 1)
 
-    def taint(self) -> None:
-        """Its weights may be anything now; earlier comparisons of checksums are void."""
-        self.tainted = True
-        self.by_hand = None if self.by_hand else self.by_hand
-        self.compared = self.checksums_equal = None
-
     def forget_process(self) -> None:
         """Another process answers: nothing that was known of its weights and its pauses holds."""
         self.boot += 1
         self.epoch = UNKNOWN_EPOCH
-        self.tainted = self.updating = self.paused = self.drained = False
+        self.tainted = self.marked = self.session = self.updating = self.paused = self.drained = False
         self.asleep = frozenset()
         self.by_hand = None if self.by_hand else self.by_hand
         self.owed.clear()

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from proxy.config import Settings
@@ -160,6 +160,12 @@ class Prober:
         await self.identify(engine)
         return False
 
+    async def replaced(self, engines: Iterable[Engine]) -> list[Engine]:
+        """Those whose process was replaced, unnoticed until now."""
+        found = list(engines)
+        same = await asyncio.gather(*(self.is_same(engine) for engine in found))
+        return [engine for engine, ok in zip(found, same, strict=True) if not ok]
+
     async def is_paused(self, engine: Engine) -> bool:
         """A quick look whether generation is paused there; no answer counts as no."""
         return await self._ask_paused(engine) is True
@@ -270,15 +276,7 @@ class Prober:
             self.suspect(engine, "its weight version went back to the default")
             return
         if version is not None:
-            self.set_version(engine, version)
-
-    def set_version(self, engine: Engine, version: str) -> None:
-        """Remember the label an engine showed or took."""
-        self._fleet.labels_seen.add(version)
-        if version != engine.version:
-            before, engine.version = engine.version, version
-            engine.by_hand = None if engine.by_hand else engine.by_hand
-            self._fleet.emit("engine_version", engine=engine.id, version=version, before=before)
+            self._fleet.set_version(engine, version)
 
     def _good(self, engine: Engine) -> None:
         engine.failures = 0
@@ -365,7 +363,7 @@ class Prober:
             engine.plain = now.plain
             engine.was_rl = engine.was_rl or not now.plain
         if now.version is not None:
-            self.set_version(engine, now.version)
+            self._fleet.set_version(engine, now.version)
         self._good(engine)
         if not watched.broken:
             engine.suspect = False

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.core.engine_state import Event, State, move
+from proxy.core.marks import read_label
 from proxy.fleet.engine import Engine
 
 _log = logging.getLogger("fleetgate.fleet")
@@ -119,6 +120,28 @@ class Fleet:
         """Tell the listeners. A listener must not raise and must not wait."""
         for listener in self.listeners:
             listener(kind, details)
+
+    def taint(self, engine: Engine) -> None:
+        """Its weights may be anything now; earlier comparisons of checksums are void."""
+        news, engine.tainted = not engine.tainted, True
+        engine.by_hand = None if engine.by_hand else engine.by_hand
+        engine.compared = engine.checksums_equal = None
+        if news:
+            self.emit("engine_tainted", engine=engine.id)
+
+    def set_version(self, engine: Engine, text: str) -> None:
+        """Remember the label an engine showed or took; a mark on it taints it (`proxy.core.marks`)."""
+        label = read_label(text)
+        self.labels_seen.add(label.version)
+        news = label.unfinished and not (engine.marked or engine.updating)
+        engine.marked = label.unfinished
+        if label.version != engine.version:
+            before, engine.version = engine.version, label.version
+            engine.by_hand = None if engine.by_hand else engine.by_hand
+            self.emit("engine_version", engine=engine.id, version=label.version, before=before)
+        if news:
+            self.pristine = False
+            self.taint(engine)
 
     def versions(self) -> dict[str, str | None]:
         """The label of each living engine that has labels, by id."""

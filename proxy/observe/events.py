@@ -6,6 +6,7 @@
 | ``engine_removed`` | engine |
 | ``engine_state`` | engine, before, state, reason |
 | ``engine_version`` | engine, version, before |
+| ``engine_tainted`` | engine: its weights are nobody's until a whole update |
 | ``engine_restarted`` | engine, boot, why |
 | ``engine_suspect`` | engine, why |
 | ``engine_left_out`` | engine, seconds, why: it keeps breaking requests |
@@ -38,6 +39,7 @@ KINDS: frozenset[str] = frozenset(
         "engine_removed",
         "engine_state",
         "engine_version",
+        "engine_tainted",
         "engine_restarted",
         "engine_suspect",
         "engine_left_out",

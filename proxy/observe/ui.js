@@ -252,6 +252,7 @@ const TELL = {
   engine_added: (e) => `${e.engine} added`,
   engine_removed: (e) => `${e.engine} removed`,
   engine_version: (e) => `${e.engine} now shows ${e.version}`,
+  engine_tainted: (e) => `${e.engine} holds weights that are nobody's until a whole update`,
   engine_restarted: (e) => `${e.engine} restarted: ${e.why}`,
   engine_suspect: (e) => `${e.engine} is being checked: ${e.why}`,
   engine_left_out: (e) => `${e.engine} gets nothing for ${span(e.seconds)}: ${e.why}`,

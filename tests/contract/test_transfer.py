@@ -59,12 +59,10 @@ async def test_the_page_tells_how_far_a_round_is(engine: Target) -> None:
     failed = await history()
     await engine.post("/start_weight_update")
     await engine.post("/finish_weight_update")
-    await engine.post("/update_weight_version", {"new_version": "w1"})
     last = await history()
     assert begun == replace(first, started=first.started + 1)
     assert failed == replace(begun, failed=first.failed + 1)
-    more = (last.started - begun.started, last.finished - begun.finished, last.labelled - begun.labelled)
-    assert more == (1, 1, 1)
+    assert (last.started - begun.started, last.finished - begun.finished) == (1, 1)
     assert (last.failed, last.running) == (failed.failed, 0)
 
 
@@ -84,6 +82,17 @@ async def test_finish_sets_the_label(engine: Target) -> None:
     await engine.post("/start_weight_update")
     assert (await engine.post("/finish_weight_update")).status == 200
     assert (await engine.get("/weight_info")).json() == {"weight_version": "w1"}
+    await engine.post("/update_weight_version", {"new_version": "default"})
+
+
+async def test_a_label_inside_an_open_session_stays_after_its_finish(engine: Target) -> None:
+    """The proxy writes its label before it sends the finish."""
+    await engine.post("/start_weight_update")
+    answer = await engine.post("/update_weight_version", {"new_version": "u7"})
+    assert (answer.status, answer.json()) == (200, {"success": True, "new_version": "u7"})
+    assert (await engine.get("/weight_info")).json() == {"weight_version": "u7"}
+    assert (await engine.post("/finish_weight_update")).status == 200
+    assert (await engine.get("/weight_info")).json() == {"weight_version": "u7"}
     await engine.post("/update_weight_version", {"new_version": "default"})
 
 

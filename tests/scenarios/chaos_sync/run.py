@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from proxy.core.marks import read_label
 from proxy.tasks import spawn
 from tests.scenarios.chaos_sync.clients import Load
 from tests.scenarios.chaos_sync.engines import RELOAD, Engines
@@ -188,6 +189,7 @@ async def _labels(truth: Truth, engines: Engines) -> None:
             if not slot.dead
             and slot.fresh
             and slot.engine.core.version != DEFAULT
+            and not read_label(slot.engine.core.version).unfinished
             and truth.weights.get(slot.engine.core.version) != slot.engine.core.weights
         }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from engine_launcher.sim.model import base_weights
 from proxy.core.admission import is_automatic
+from proxy.core.marks import read_label
 
 BASE = base_weights(0)
 DEFAULT = "default"
@@ -54,7 +55,9 @@ class Truth:
             print(f"  VIOLATION {time.monotonic() - self.started:.3f} {kind}: {detail}", flush=True)
 
     def labelled(self, engine: str, label: str, weights: str) -> None:
-        """An engine was given a label while it held these weights."""
+        """An engine was given a label while it held these weights; one that says "unfinished" claims nothing."""
+        if read_label(label).unfinished:
+            return
         if label not in self.weights:
             # The proxy's own: it names what the sync that runs was sending.
             self.weights[label] = self.target

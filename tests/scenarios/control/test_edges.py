@@ -43,6 +43,7 @@ async def test_new_weights_that_one_engine_does_not_get_labelled_keep_it_out():
         data = await fleet.call("/finish_weight_update", status=424)
         assert fleet.engines[1].id in data["message"]
         assert "not labelled" in data["message"]
+        assert fleet.seen("/finish_weight_update") == [2, 1]
         fleet.engine(1).inflight = 1
         await fleet.call("/resume")
         assert fleet.seen("/abort_requests") == [0, 1]
@@ -221,7 +222,7 @@ async def test_wrong_answers_to_small_questions_are_no_answers():
         await fleet.until_state(0, "ready")
 
 
-async def test_a_process_that_was_replaced_between_finish_and_label_gets_none():
+async def test_a_process_that_was_replaced_while_it_finished_gets_no_label():
     async with rig(2, probe_interval=30) as fleet:
         await fleet.sync("w1", "v1")
         await fleet.call("/start_weight_update")
@@ -230,6 +231,7 @@ async def test_a_process_that_was_replaced_between_finish_and_label_gets_none():
         finish = asyncio.ensure_future(fleet.call("/finish_weight_update", status=424))
         await fleet.until(lambda: fleet.seen("/finish_weight_update") == [2, 2])
         fleet.engines[1].start_time += 100
+        fleet.engines[1].version = "default"
         data = await finish
         assert "replaced" in data["message"]
         assert [mock.version for mock in fleet.engines] == ["u1", "default"]
@@ -242,15 +244,19 @@ async def test_a_process_that_was_replaced_while_its_label_hung_keeps_none():
         await fleet.call("/start_weight_update")
         await fleet.call("/update_weights", json=UPDATE)
         fleet.engines[1].fail("/update_weight_version", "hang", times=1)
-        finish = asyncio.ensure_future(fleet.call("/finish_weight_update", status=424))
+        finish = asyncio.ensure_future(fleet.call("/finish_weight_update", status=409))
         await fleet.until(lambda: fleet.seen("/update_weight_version") == [1, 1])
         boot = fleet.engine(1).boot
         await fleet.engines[1].restart()
         data = await finish
         assert fleet.engine(1).boot == boot + 1
-        assert "replaced" in data["message"]
-        assert [mock.version for mock in fleet.engines] == ["u1", "default"]
-        assert fleet.states() == ["ready", "fenced"]
+        assert f"{fleet.engines[1].id} restarted" in data["error"]["message"]
+        assert fleet.engines[1].version == "default"
+        assert fleet.seen("/finish_weight_update") == [1, 1]
+        assert fleet.states() == ["fenced", "fenced"]
+        await fleet.sync("w3")
+        assert [mock.version for mock in fleet.engines] == ["u2", "u2"]
+        assert fleet.states() == ["ready", "ready"]
 
 
 async def test_a_label_of_the_trainer_that_met_a_replaced_process_is_taken_back():

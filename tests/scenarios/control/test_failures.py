@@ -264,7 +264,8 @@ async def test_an_update_without_a_start_is_whole_and_fences_only_who_failed_it(
         await fleet.call("/update_weights", json={"weight_dir": "/step_2"}, status=424)
         await fleet.call("/resume")
         assert fleet.states() == ["ready", "fenced", "ready"]
-        assert [mock.version for mock in fleet.engines] == ["u1", "v1", "u1"]
+        assert [mock.version for mock in fleet.engines] == ["u1", "fleetgate-unfinished:v1", "u1"]
+        assert sorted((await fleet.get("/weight_info"))["versions"].values()) == ["u1", "u1", "v1"]
         await asyncio.sleep(0.3)
         assert fleet.states() == ["ready", "fenced", "ready"]
         await fleet.call("/update_weights", json={"weight_dir": "/step_3"})

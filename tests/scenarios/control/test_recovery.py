@@ -71,18 +71,6 @@ async def test_the_trainer_may_end_the_update_through_the_next_proxy():
         await mock.kill()
 
 
-async def test_a_finish_that_got_no_label_is_not_taken_for_the_one_before():
-    engines = await engines_with(None)
-    async with proxy_for(engines, label_updates="off") as first:
-        await begin(first, updates=1)
-        await first.call("/finish_weight_update")
-    async with proxy_for(engines) as second:
-        await second.call("/resume")
-        assert second.states() == ["fenced", "fenced"]
-    for mock in engines:
-        await mock.kill()
-
-
 async def test_an_update_that_failed_is_remembered_while_the_round_is_open_elsewhere():
     engines = await engines_whose_first_failed()
     async with proxy_for(engines) as second:
@@ -92,8 +80,10 @@ async def test_an_update_that_failed_is_remembered_while_the_round_is_open_elsew
 
 
 @pytest.mark.parametrize("paused", [False, True])
-async def test_whole_rounds_leave_no_doubt(paused):
-    engines = await engines_with(None)
+@pytest.mark.parametrize("label", [None, "v2"])
+async def test_whole_rounds_leave_no_doubt(paused, label):
+    """Nor do automatic labels among the trainer's own."""
+    engines = await engines_with(label)
     async with proxy_for(engines) as first:
         await first.sync("w2")
         if paused:

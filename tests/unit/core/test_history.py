@@ -24,7 +24,7 @@ vllm:rl_weight_update_operations_in_flight{operation="finish"} 0.0
 
 
 def test_a_page_is_read():
-    assert read(PAGE) == History(started=4, finished=2, failed=1, labelled=10, whole=2, running=1)
+    assert read(PAGE) == History(started=4, finished=2, failed=1, running=1)
 
 
 def test_a_page_without_counts_has_no_history():
@@ -45,20 +45,3 @@ def test_a_page_without_counts_has_no_history():
 )
 def test_a_session_is_open_until_a_finish_or_a_failed_update(history, is_open):
     assert history.open is is_open
-
-
-@pytest.mark.parametrize(
-    ("history", "version", "doubtful"),
-    [
-        (History(started=5, finished=5, labelled=5), "u5", False),
-        (History(started=5, finished=5, labelled=4), "u4", True),
-        (History(started=5, finished=5, labelled=5, whole=1), "u5", True),
-        (History(started=5, finished=5, labelled=6, whole=1), "u6", False),
-        (History(started=5, finished=5, labelled=0), "v5", False),
-        (History(started=5, finished=4, failed=1, labelled=4), "u4", True),
-        (History(started=5, finished=5, failed=1, labelled=0), "v5", True),
-        (History(), None, False),
-    ],
-)
-def test_counts_leave_doubt_where_an_update_failed_or_a_finish_got_no_label(history, version, doubtful):
-    assert history.doubtful(version) is doubtful
