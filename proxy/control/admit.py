@@ -51,6 +51,7 @@ class Admission:
         self._labels_beyond = 0
         self._left_open = False
         self._judging = False
+        self._counted = False
         self.voting = True
         """Whether labels that are seen may still change the fleet's version: until all engines of the start were."""
 
@@ -87,6 +88,7 @@ class Admission:
     def count_votes(self) -> None:
         """Take the label that most living engines hold for the fleet's (contract: "At start")."""
         fleet = self._fleet
+        self._counted = True
         self._recall()
         labels = [engine.version for engine in fleet if engine.alive and not engine.plain]
         result = vote(labels)
@@ -160,8 +162,8 @@ class Admission:
 
     def next_label(self) -> str:
         """A label that no engine ever showed."""
-        if not self._judging:
-            # A sync that came before every engine was heard.
+        if not self._counted:
+            # A sync came before every engine was heard, and after it labels are not counted any more.
             self._hide_history()
         return next_label([*self._fleet.labels_seen, self._fleet.version], beyond=self._labels_beyond)
 

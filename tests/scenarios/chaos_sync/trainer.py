@@ -306,7 +306,9 @@ class Trainer:
         body = {"weight_version": label} if plan.label == "finish" else None
         await self.call("/finish_weight_update", body)
         if plan.label == "after":
+            self.truth.half_given.add(label)
             await self.call("/update_weight_version", {"new_version": label})
+            self.truth.half_given.discard(label)
         self._vanish(plan, "/finish_weight_update")
 
     async def _send_weights(self, weights: str) -> None:

@@ -26,6 +26,7 @@ class Truth:
         weights: the weights that a label stands for.
         target: what the sync that runs now is sending.
         published: labels that were the fleet's at some time, oldest first.
+        half_given: labels of calls that only some engines took: true of their weights, but never the fleet's.
         violations: by kind.
     """
 
@@ -33,6 +34,7 @@ class Truth:
     weights: dict[str, str] = field(default_factory=lambda: {DEFAULT: BASE})
     target: str = BASE
     published: list[str] = field(default_factory=lambda: [DEFAULT])
+    half_given: set[str] = field(default_factory=set)
     violations: Counter[str] = field(default_factory=Counter)
     details: list[str] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)

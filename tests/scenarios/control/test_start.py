@@ -1,5 +1,7 @@
 """Calls that come before the proxy has heard every engine for the first time."""
 
+import pytest
+
 from tests.scenarios.control.mock import MockEngine
 from tests.scenarios.control.rig import proxy_for
 
@@ -21,7 +23,8 @@ async def test_a_resume_before_the_first_looks_are_over_lets_nobody_in_who_misse
         await mock.kill()
 
 
-async def test_a_sync_before_the_first_looks_are_over_repeats_no_automatic_label():
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_sync_before_the_first_looks_are_over_repeats_no_automatic_label(named):
     engines = [await MockEngine().start() for _ in range(3)]
     async with proxy_for(engines) as first:
         await first.sync("w1")
@@ -29,6 +32,8 @@ async def test_a_sync_before_the_first_looks_are_over_repeats_no_automatic_label
     engines[2].fail("/health", "hang")
     async with proxy_for(engines, wait=False, probe_timeout=2) as second:
         await second.until(lambda: sum(engine.alive for engine in second.plane.fleet) == 2)
+        if named:
+            await second.sync("w2.1", "v3")
         await second.sync("w3")
         assert second.plane.fleet.version != "u1"
         engines[2].heal()
