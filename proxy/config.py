@@ -62,7 +62,7 @@ class Policy(StrEnum):
 
 
 class Labels(StrEnum):
-    """Who labels an update that the trainer did not label."""
+    """Who labels an update that the trainer did not label; off: no marks of half-done ones either."""
 
     AUTO = "auto"
     OFF = "off"
@@ -266,7 +266,10 @@ class Settings(BaseSettings):
     replay_window: float = Field(
         5.0, ge=0, description="Seconds in which the same life-cycle call again gets the first one's answer."
     )
-    label_updates: Labels = Field(Labels.AUTO, description="Who labels an update that the trainer did not label.")
+    label_updates: Labels = Field(
+        Labels.AUTO,
+        description="Who labels an update that the trainer did not label; with off, half-done ones are not marked either.",
+    )
     require_pause: bool = Field(False, description="Refuse weight updates while the gate is open.")
     fanout_paths: FanoutPaths = Field([], description="Further paths (or prefix*) that go to every engine.")
 
