@@ -268,7 +268,7 @@ class Settings(BaseSettings):
     )
     label_updates: Labels = Field(
         Labels.AUTO,
-        description="Who labels an update that the trainer did not label; with off, half-done ones are not marked either.",
+        description="Who labels an update that the trainer did not label; with off, half-done ones get no mark either.",
     )
     require_pause: bool = Field(False, description="Refuse weight updates while the gate is open.")
     fanout_paths: FanoutPaths = Field([], description="Further paths (or prefix*) that go to every engine.")

@@ -26,6 +26,8 @@ class Truth:
         weights: the weights that a label stands for.
         target: what the sync that runs now is sending.
         published: labels that were the fleet's at some time, oldest first.
+        free_again: automatic labels that may be given again, because all engines and the proxy were lost at once and nobody
+            is left who knows them.
         half_given: labels of calls that only some engines took: true of their weights, but never the fleet's.
         violations: by kind.
     """
@@ -34,6 +36,7 @@ class Truth:
     weights: dict[str, str] = field(default_factory=lambda: {DEFAULT: BASE})
     target: str = BASE
     published: list[str] = field(default_factory=lambda: [DEFAULT])
+    free_again: set[str] = field(default_factory=set)
     half_given: set[str] = field(default_factory=set)
     violations: Counter[str] = field(default_factory=Counter)
     details: list[str] = field(default_factory=list)
@@ -60,8 +63,9 @@ class Truth:
         """An engine was given a label while it held these weights; one that says "unfinished" claims nothing."""
         if read_label(label).unfinished:
             return
-        if label not in self.weights:
+        if label not in self.weights or label in self.free_again:
             # The proxy's own: it names what the sync that runs was sending.
+            self.free_again.discard(label)
             self.weights[label] = self.target
         if self.weights[label] != weights:
             self.note(f"{engine} holds {weights} and was labelled {label!r}")
@@ -69,9 +73,7 @@ class Truth:
     def publish(self, label: str | None) -> None:
         """The proxy says that this is the fleet's version."""
         if label == DEFAULT:
-            # All engines and the proxy were lost at once: nobody is left who knows which automatic labels were given.
-            for old in [name for name in self.weights if is_automatic(name)]:
-                del self.weights[old]
+            self.free_again.update(name for name in self.weights if is_automatic(name))
         if label is not None and label != self.published[-1]:
             if label in self.published and label != DEFAULT:
                 self.note(f"the fleet's version went back to {label}")
