@@ -374,7 +374,7 @@ class Admission:
         fleet = self._fleet
         fleet.epoch += 1
         fleet.pristine = False
-        fleet.tied = ()
+        fleet.tied, fleet.coming = (), ""
         self.voting = False
         took = set()
         for engine in fleet:

@@ -106,15 +106,17 @@ class Labeller:
         return leg
 
     async def back(self, engines: Iterable[Engine]) -> None:
-        """The step was not taken: the label of before is right again, or the mark of one that is tainted."""
-        todo = [engine for engine in engines if engine.alive and engine.version is not None]
-        labels = [Label(str(engine.version), unfinished=engine.tainted) for engine in todo]
-        legs = await asyncio.gather(
-            *(self.one(engine, label.text, engine.boot) for engine, label in zip(todo, labels, strict=True))
-        )
-        for engine, label, leg in zip(todo, labels, legs, strict=True):
-            if leg.ok:
-                engine.marked = label.unfinished
+        """The step was not taken, or not by all: no engine may go on with the label of weights that are not published.
+
+        It gets the one of before again, or the mark of it where its weights are nobody's and no session tells.
+        """
+        tasks = []
+        for engine in engines:
+            if engine.alive and engine.version is not None:
+                label = Label(engine.version, unfinished=engine.tainted and not engine.session)
+                tasks.append(self._marking.get(engine) or self._write(engine, label))
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._settings.probe_timeout)
 
     # Marks
 
@@ -130,7 +132,10 @@ class Labeller:
             weights. A server without labels may take it.
         """
         legs = await asyncio.gather(
-            *(self.one(engine, self._mark(engine) if label is None else label, boot) for engine, boot in boots)
+            *(
+                self.one(engine, label or Label(engine.version or DEFAULT, unfinished=True).text, boot)
+                for engine, boot in boots
+            )
         )
         legs = await self.take_back(boots, legs)
         if label is not None:
@@ -144,9 +149,6 @@ class Labeller:
             if not leg.ok and leg.outcome is not Outcome.MISSING
         }
 
-    def _mark(self, engine: Engine) -> str:
-        return Label(engine.version or DEFAULT, unfinished=True).text
-
     def _on_event(self, kind: str, details: dict[str, Any]) -> None:
         if kind == "engine_tainted":
             engine = self._fleet.engines.get(details["engine"])
@@ -158,23 +160,32 @@ class Labeller:
         told = any(each.session and each.alive and not each.failed_call for each in self._fleet)
         wanted = engine.tainted and not (engine.marked or engine.updating or engine.plain or told)
         if wanted and self.automatic and engine.alive and engine not in self._marking:
-            task = spawn(self._keep(engine, engine.boot), name=f"mark {engine.id}")
-            self._marking[engine] = task
-            task.add_done_callback(lambda _: self._marking.pop(engine, None))
+            self._write(engine, Label(engine.version or DEFAULT, unfinished=True))
 
-    async def _keep(self, engine: Engine, boot: int) -> None:
-        leg = await self.one(engine, self._mark(engine), boot)
+    def _write(self, engine: Engine, label: Label) -> asyncio.Task[None]:
+        task = self._marking[engine] = spawn(self._keep(engine, engine.boot, label), name=f"label {engine.id}")
+        task.add_done_callback(lambda _: self._marking.pop(engine, None))
+        return task
+
+    async def _keep(self, engine: Engine, boot: int, label: Label) -> None:
+        leg = await self.one(engine, label.text, boot)
         leg, *_ = await self.take_back([(engine, boot)], [leg])
         if leg.ok:
-            engine.marked = True
-            if not engine.tainted:
-                await self.back([engine])
+            engine.marked = label.unfinished
+            if label.unfinished and not engine.tainted:
+                await self.one(engine, label.version, boot)
+                engine.marked = False
 
     async def settle(self, engines: Iterable[Engine]) -> None:
-        """Wait for marks that are on their way: one that arrives after the next whole update would deny it."""
+        """Wait for marks that are on their way: one that arrives after the next whole update would deny it.
+
+        One that hangs is given up, so that a trainer does not wait for it.
+        """
         tasks = [self._marking[engine] for engine in engines if engine in self._marking]
         if tasks:
-            await asyncio.wait(tasks)
+            _, hung = await asyncio.wait(tasks, timeout=self._settings.probe_timeout)
+            for task in hung:
+                task.cancel()
 
     def stop(self) -> None:
         """End what is on its way."""

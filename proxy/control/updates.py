@@ -19,7 +19,7 @@ from proxy.control.fanout import Shot, fire
 from proxy.control.groups import Fan, Groups, Shots
 from proxy.control.labels import Boots, Labeller
 from proxy.core import ranks
-from proxy.core.calls import CALLS
+from proxy.core.calls import CALLS, Call, Kind
 from proxy.core.lifecycle import Round
 from proxy.core.merge import UNCERTAIN, Leg, Merged, Outcome, merge
 from proxy.errors import Conflict
@@ -82,6 +82,7 @@ class Updates:
         await self._groups.preflight(call.path, engines)
         self.round.open({engine.id: engine.boot for engine in engines})
         self.round.seen_start = True
+        self._fleet.coming = ""
         self.half_way = False
         self._enter(engines)
         shot = asked.shot(limit_of(self._settings, asked))
@@ -149,7 +150,7 @@ class Updates:
         if alone:
             return await self._whole_update(asked, merged, legs, boots, silent=silent, native=native)
         if merged.failed:
-            self._update_failed(call.path, engines, legs, merged)
+            self._step_failed(call, engines, legs, merged)
         else:
             self.round.updated({engine.id: boot for engine, boot in boots})
         return reply_merged(call, merged, legs)
@@ -164,7 +165,7 @@ class Updates:
         """
         path = asked.call.path
         if merged.failed and native:
-            self._update_failed(path, [engine for engine, _ in boots], legs, merged)
+            self._step_failed(asked.call, [engine for engine, _ in boots], legs, merged)
             return reply_merged(asked.call, merged, legs)
         took = [boot for boot, leg in zip(boots, legs, strict=True) if leg.ok]
         for (engine, _), leg in zip(boots, legs, strict=True):
@@ -185,16 +186,17 @@ class Updates:
         self._fleet.refresh()
         return reply_merged(asked.call, merged, legs)
 
-    def _update_failed(self, call: str, engines: Sequence[Engine], legs: Sequence[Leg], merged: Merged) -> None:
+    def _step_failed(self, call: Call, engines: Sequence[Engine], legs: Sequence[Leg], merged: Merged) -> None:
         names = ", ".join(leg.engine for leg in merged.failed)
         for engine, leg in zip(engines, legs, strict=True):
             if leg.outcome is Outcome.REFUSED:
-                engine.session = False  # vLLM closes the session of an update that failed
+                # vLLM closes the session of an update that failed, and leaves that of a finish open.
+                engine.session = call.kind is Kind.FINISH
             if leg.outcome in (Outcome.UNREACHABLE, Outcome.MISSING) and not engine.session:
                 engine.updating = False
-        self.round.broken(f"{call} failed on {names}")
-        self._break(engines, f"{call} failed on {names}")
-        self._groups.fence(call, engines, merged.failed, taint=False)
+        self.round.broken(f"{call.path} failed on {names}")
+        self._break(engines, f"{call.path} failed on {names}")
+        self._groups.fence(call.path, engines, merged.failed, taint=False)
 
     async def finish(self, asked: Asked) -> Reply:
         """Close a round; if every engine did, the fleet has new weights."""
@@ -216,15 +218,16 @@ class Updates:
         self._enter(engines)
         await self._labels.settle(engines)
         if ours and self.round.brought:
-            wanted = self.round.label or self._admission.next_label()
+            wanted = self._fleet.coming or self._admission.next_label()
             if known or self.half_way or self._admission.left_open:
                 # While its session is open, an engine's label says nothing yet.
-                self.round.label = wanted
+                self._fleet.coming = wanted
                 silent = await self._labels.ahead(boots, wanted)
-            if known:
+            if known and not self.round.live:
+                await self._labels.back(engines)
                 self.round.check(call)
             if len(silent) == len(engines) or any(leg.outcome in _GONE for leg in silent.values()):
-                return self._not_finished(asked, engines, silent)
+                return await self._not_finished(asked, engines, silent)
         boots = [(engine, boot) for engine, boot in boots if engine not in silent]
         shot = asked.shot(limit_of(self._settings, asked))
         legs = await self._send(asked, [(engine, shot) for engine, _ in boots])
@@ -243,7 +246,7 @@ class Updates:
                 return reply_merged(call, merged, legs)
         return await self._complete(asked, legs, boots, label=label, wanted=wanted, silent=silent)
 
-    def _not_finished(self, asked: Asked, engines: Sequence[Engine], silent: Silent) -> Reply:
+    async def _not_finished(self, asked: Asked, engines: Sequence[Engine], silent: Silent) -> Reply:
         """An engine died before the finish was sent, or none could be labelled: the round cannot end well."""
         legs = list(silent.values())
         merged = Merged(424, b"", failed=tuple(legs))
@@ -251,24 +254,20 @@ class Updates:
         self.round.broken(why)
         self._break(engines, why)
         self._groups.fence(asked.call.path, engines, legs, taint=False)
+        await self._labels.back(engine for engine in engines if engine not in silent)
         return reply_merged(asked.call, merged, legs, note=". No engine was finished: the label comes first")
 
     async def _finish_failed(
         self, asked: Asked, merged: Merged, legs: list[Leg], engines: list[Engine], *, known: bool
     ) -> Reply:
-        path = asked.call.path
         began = known or any(leg.ok or leg.outcome in UNCERTAIN for leg in legs)
         if merged.failed and began:
-            self._update_failed(path, engines, legs, merged)
-            for engine, leg in zip(engines, legs, strict=True):
-                if leg.outcome is Outcome.REFUSED:
-                    engine.session = True  # vLLM leaves it open when a finish fails
-            return reply_merged(asked.call, merged, legs)
-        if self.round.label:
-            await self._labels.back(engines)
-        if not known:
+            self._step_failed(asked.call, engines, legs, merged)
+        elif not known:
             self._leave(engines)
-            self._groups.fence(path, engines, merged.failed, taint=False)
+            self._groups.fence(asked.call.path, engines, merged.failed, taint=False)
+        if self._fleet.coming:
+            await self._labels.back(engines)
         return reply_merged(asked.call, merged, legs)
 
     async def _complete(
@@ -328,7 +327,7 @@ class Updates:
             return await self._fan(asked, shots, fire)
         except Conflict:
             engines = [engine for engine, _ in shots]
-            await self._labels.back(engine for engine in engines if engine.marked or self.round.label)
+            await self._labels.back(engine for engine in engines if engine.marked or self._fleet.coming)
             self._leave(engines)
             raise
 

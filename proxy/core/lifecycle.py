@@ -84,7 +84,6 @@ class Round:
         why: what broke it.
         passed_by: a pause or init came after its start, so that a second start is a retry and no mistake.
         seen_start: a start was seen in this proxy's life: the trainer keeps to vLLM's order of calls.
-        label: the automatic label that its engines got before its finish, or empty.
     """
 
     state: RoundState = RoundState.NONE
@@ -92,7 +91,6 @@ class Round:
     why: str = ""
     passed_by: bool = False
     seen_start: bool = False
-    label: str = ""
 
     @property
     def live(self) -> bool:
@@ -150,7 +148,7 @@ class Round:
 
     def clear(self) -> None:
         """Nothing is open."""
-        self.state, self.members, self.why, self.passed_by, self.label = RoundState.NONE, {}, "", False, ""
+        self.state, self.members, self.why, self.passed_by = RoundState.NONE, {}, "", False
 
 
 _RUNNING = {

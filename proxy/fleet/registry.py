@@ -32,6 +32,7 @@ class Fleet:
         epoch: updates that the whole fleet took since the proxy started; an engine whose epoch is older missed one.
         pristine: no weight update has ever been seen and all labels are ``default``.
         tied: the labels that were tied when the fleet's version was looked for at start; empty otherwise.
+        coming: the automatic label that engines in a round have got for weights that are not theirs before its finish.
         labels_seen: every label that an engine ever showed, so that an automatic one is never used twice.
         checksums: the checksums recorded for `version`, by the engines' world size.
         adapters: LoRA adapters that every engine has: the path and body of the load call, by name.
@@ -43,6 +44,7 @@ class Fleet:
     epoch: int = 0
     pristine: bool = True
     tied: tuple[str, ...] = ()
+    coming: str = ""
     labels_seen: set[str] = field(default_factory=set)
     checksums: dict[int | None, Any] = field(default_factory=dict)
     adapters: dict[str, tuple[str, bytes]] = field(default_factory=dict)
@@ -133,6 +135,8 @@ class Fleet:
         """Remember the label an engine showed or took; a mark on it taints it (`proxy.core.marks`)."""
         label = read_label(text)
         self.labels_seen.add(label.version)
+        if engine.updating and label.version == self.coming:
+            return
         news = label.unfinished and not (engine.marked or engine.updating)
         engine.marked = label.unfinished
         if label.version != engine.version:

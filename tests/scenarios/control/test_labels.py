@@ -264,3 +264,34 @@ async def test_a_mark_that_is_late_is_waited_for_by_the_next_round():
         await asyncio.sleep(0.2)
         assert labels(fleet) == ["v3"]
         assert fleet.states() == ["ready"]
+
+
+async def test_a_finish_that_fails_publishes_no_label():
+    async with rig(3) as fleet:
+        await fleet.sync("w1", "v1")
+        await in_a_round(fleet)
+        fleet.engines[1].fail("/finish_weight_update", times=1)
+        await fleet.call("/finish_weight_update", status=424)
+        assert await fleet.get("/weight_info") == {"weight_version": "v1"}
+        # The session is open still at the second; the others hold weights that were not published.
+        assert labels(fleet) == [MARKED, "v1", MARKED]
+        await fleet.call("/resume")
+        assert fleet.states() == ["fenced"] * 3
+        await fleet.sync("w3")
+        assert labels(fleet) == ["u2"] * 3
+        assert fleet.states() == ["ready"] * 3
+
+
+async def test_a_label_that_is_seen_before_its_finish_is_not_the_engines_version():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        await in_a_round(fleet)
+        for mock in fleet.engines:
+            mock.fail("/finish_weight_update", "slow", seconds=0.3, times=1)
+        finish = asyncio.ensure_future(fleet.call("/finish_weight_update"))
+        await fleet.until(lambda: labels(fleet) == ["u1", "u1"])
+        for engine in fleet.plane.fleet:
+            fleet.plane.fleet.set_version(engine, "u1")
+        assert [engine.version for engine in fleet.plane.fleet] == ["v1", "v1"]
+        await finish
+        assert [engine.version for engine in fleet.plane.fleet] == ["u1", "u1"]
