@@ -215,6 +215,7 @@ class Updates:
         ours = label is None and self._labels.automatic
         if ours:
             await self._groups.none_replaced(call.path, engines)
+            self.round.check(call)
         self._enter(engines)
         await self._labels.settle(engines)
         if ours and self.round.brought:
@@ -340,13 +341,13 @@ class Updates:
         call = asked.call
         fleet = self._fleet
         living = self._groups.living()
-        engines = [engine for engine in living if engine.plain or self._admission.fits(engine)]
-        gone = await self._groups.replaced(engines)
-        engines = [engine for engine in engines if engine not in gone]
+        boots = [(engine, engine.boot) for engine in living if engine.plain or self._admission.fits(engine)]
+        gone = await self._groups.replaced([engine for engine, _ in boots])
+        boots = [(engine, boot) for engine, boot in boots if engine.boot == boot and engine not in gone]
+        engines = [engine for engine, _ in boots]
         if not engines:
             why = "; ".join(f"{engine.id}: {engine.reason}" for engine in living) or "no engine is alive"
             raise Conflict(f"{call.path}: no engine holds weights that the label could speak for ({why})")
-        boots = [(engine, engine.boot) for engine in engines]
         shot = asked.shot(limit_of(self._settings, asked))
         legs = await self._fan(asked, [(engine, shot) for engine in engines], fire)
         legs = await self._labels.take_back(boots, legs)

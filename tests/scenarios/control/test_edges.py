@@ -282,3 +282,16 @@ async def test_a_label_does_not_end_a_tie_or_reach_other_weights():
         await fleet.call("/update_weight_version", json={"new_version": "v1-final"})
         assert [mock.version for mock in fleet.engines] == ["v1-final", "v1-final", "v0"]
         assert fleet.states() == ["ready", "ready", "fenced"]
+
+
+async def test_a_process_that_is_replaced_while_others_are_looked_at_gets_no_label():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        fleet.engines[0].fail("/metrics", "slow", seconds=0.6, times=1)
+        label = asyncio.ensure_future(fleet.call("/update_weight_version", json={"new_version": "v1.1"}))
+        await asyncio.sleep(0.1)
+        await fleet.restart(1)
+        assert not label.done()
+        await label
+        assert [mock.version for mock in fleet.engines] == ["v1.1", "default"]
+        assert fleet.states() == ["ready", "fenced"]
