@@ -174,8 +174,8 @@ class Updates:
                 touched = engine not in silent and leg.outcome not in (Outcome.UNREACHABLE, Outcome.MISSING)
                 if not (leg.outcome is Outcome.MISSING and engine.plain):
                     self._admission.failed(engine, path, f"failed {path}: {leg.said()}", taint=touched)
-        missed = [engine for (engine, _), leg in zip(boots, legs, strict=True) if not leg.ok]
-        await self._labels.back(engine for engine in missed if engine.marked and not engine.tainted)
+        missed = [engine for (engine, _), leg in zip(boots, legs, strict=True) if not leg.ok and not engine.tainted]
+        await self._labels.back(engine for engine in missed if engine.marked or engine in silent)
         if took and native:
             self._admission.commit(took, None, by="trainer")
         elif took:

@@ -162,6 +162,15 @@ async def test_an_engine_that_takes_no_mark_is_left_out_of_the_whole_update():
         assert labels(fleet) == ["u1", "v1"]
 
 
+async def test_an_engine_that_took_the_mark_and_said_no_gets_its_label_back():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        fleet.engines[1].fail("/update_weight_version", times=3)
+        fleet.engines[1].version = MARKED
+        await fleet.call("/update_weights", json=RELOAD, status=424)
+        assert labels(fleet) == ["u1", "v1"]
+
+
 async def test_a_whole_update_that_all_refuse_leaves_the_labels_as_they_were():
     async with rig(2) as fleet:
         await fleet.sync("w1", "v1")
