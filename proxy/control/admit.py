@@ -116,6 +116,7 @@ class Admission:
         """
         told = [(engine, engine.history) for engine in self._fleet if engine.alive and engine.history is not None]
         self._left_open = self._left_open or any(history.open for _, history in told)
+        self._fleet.pristine = self._fleet.pristine and not self._left_open
         for engine, history in told:
             if history.open or (self._left_open and history.failed):
                 engine.history, engine.session = None, history.open

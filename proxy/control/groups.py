@@ -15,6 +15,7 @@ from proxy.config import Settings
 from proxy.control.admit import Admission
 from proxy.control.asked import Asked, Reply, limit_of, reply_merged
 from proxy.control.fanout import Runner, Shot, fire
+from proxy.control.labels import replaced
 from proxy.core import ranks
 from proxy.core.calls import CALLS
 from proxy.core.merge import Leg, Outcome, merge
@@ -158,7 +159,7 @@ class Groups:
 
     async def replaced(self, engines: Sequence[Engine]) -> list[Engine]:
         """Those whose process was replaced, unnoticed until now."""
-        return await self._prober.replaced(engines)
+        return await replaced(self._prober, engines)
 
     def _next(self, bad: Sequence[Engine]) -> str:
         if self.group is not None and any(engine in self.group.members for engine in bad):

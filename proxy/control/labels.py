@@ -35,6 +35,12 @@ _CALL = CALLS["/update_weight_version"]
 _REPLACED = "its process was replaced meanwhile"
 
 
+async def replaced(prober: Prober, engines: Sequence[Engine]) -> list[Engine]:
+    """Those whose process was replaced, unnoticed until now."""
+    same = await asyncio.gather(*(prober.is_same(engine) for engine in engines))
+    return [engine for engine, ok in zip(engines, same, strict=True) if not ok]
+
+
 class Labeller:
     """Labels engines and marks them.
 
@@ -64,7 +70,7 @@ class Labeller:
         Returns:
             A leg for each; ``DIED`` where it was replaced, and ``default`` again if the label reached the new one.
         """
-        gone = set(await self._prober.replaced(engine for engine, _ in boots))
+        gone = set(await replaced(self._prober, [engine for engine, _ in boots]))
         ready = [(engine, boot) for engine, boot in boots if engine not in gone and engine.boot == boot]
         tries = await asyncio.gather(*(self.one(engine, label, boot) for engine, boot in ready))
         labelled = await self.take_back(ready, tries)
@@ -76,7 +82,7 @@ class Labeller:
 
         A lost answer may have been to a try that worked.
         """
-        gone = set(await self._prober.replaced(engine for engine, _ in boots))
+        gone = set(await replaced(self._prober, [engine for engine, _ in boots]))
         out = []
         for (engine, boot), leg in zip(boots, legs, strict=True):
             if engine not in gone and engine.boot == boot:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from proxy.config import Settings
@@ -36,6 +36,9 @@ _log = logging.getLogger("fleetgate.probes")
 QUICK_INTERVAL = 0.5
 """Seconds between two looks at an engine about which there is doubt: soon enough to matter, too rare to hurt."""
 
+BLIND_LOOKS = 5
+"""Looks at a new engine that may miss its ``/metrics``, where its history is: then it is served all the same."""
+
 FLOW_WINDOW = 5.0
 """Seconds for which an answer byte proves an engine alive although its probes time out (its API process is busy)."""
 
@@ -52,6 +55,7 @@ class _Watched:
     refused: bool = False
     broken: bool = False
     looked: bool = False
+    blind: int = 0
 
 
 class Prober:
@@ -159,12 +163,6 @@ class Prober:
         self.suspect(engine, "its process start time changed")
         await self.identify(engine)
         return False
-
-    async def replaced(self, engines: Iterable[Engine]) -> list[Engine]:
-        """Those whose process was replaced, unnoticed until now."""
-        found = list(engines)
-        same = await asyncio.gather(*(self.is_same(engine) for engine in found))
-        return [engine for engine, ok in zip(found, same, strict=True) if not ok]
 
     async def is_paused(self, engine: Engine) -> bool:
         """A quick look whether generation is paused there; no answer counts as no."""
@@ -338,8 +336,12 @@ class Prober:
         before = Look(engine.version, engine.plain if watched.looked else None, None, engine.start_time)
         same_process = before.start_time is not None and now.start_time is not None
         known = now.version is not None or now.plain is True or (same_process and engine.version is not None)
-        if not known or (before.start_time is not None and metrics is None):
+        # A server without the page says so; one that did not give it may be in the middle of an update.
+        unread = metrics is None or metrics.status >= 500
+        blind = unread and not watched.looked and watched.blind < BLIND_LOOKS
+        if not known or blind or (before.start_time is not None and metrics is None):
             # It lives, but nothing says which process it is: look again soon.
+            watched.blind += blind
             watched.broken = watched.broken or broken
             engine.last_error = "it answers /health, but neither its version nor its start time"
             return False

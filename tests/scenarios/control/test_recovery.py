@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.scenarios.control.mock import MockEngine
-from tests.scenarios.control.rig import Rig, proxy_for
+from tests.scenarios.control.rig import Rig, proxy_for, rig
 
 HALF_DONE = "left half done"
 
@@ -106,6 +106,42 @@ async def test_an_engine_that_comes_later_is_judged_too():
         await second.until(lambda: HALF_DONE in late.reason)
         assert second.states() == ["ready", "ready"]
         assert late.state == "fenced"
+    for mock in engines:
+        await mock.kill()
+
+
+@pytest.mark.parametrize("kind", ["status", "slow"])
+async def test_an_engine_whose_counts_cannot_be_read_at_once_is_looked_at_again(kind):
+    engines = await engines_with("v1")
+    async with proxy_for(engines) as first:
+        await begin(first, updates=1)
+    engines[0].fail("/metrics", kind, seconds=0.5, times=2)
+    async with proxy_for(engines, probe_timeout=0.2) as second:
+        await second.call("/resume")
+        await second.until(lambda: second.states() == ["fenced", "fenced"])
+        assert all(HALF_DONE in engine.reason for engine in second.plane.fleet)
+    for mock in engines:
+        await mock.kill()
+
+
+async def test_an_engine_whose_counts_can_never_be_read_is_served_in_the_end():
+    mock = MockEngine()
+    mock.fail("/metrics")
+    async with rig(engines=[mock]) as fleet:
+        await fleet.until_state(0, "ready")
+
+
+async def test_a_round_that_is_open_somewhere_is_an_update_although_all_labels_are_the_default():
+    engines = await engines_with("v1", count=3)
+    async with proxy_for(engines[:2]) as first:
+        await begin(first, updates=1)
+    for mock in engines:
+        mock.version = "default"
+    async with proxy_for(engines) as second:
+        await second.call("/resume")
+        assert second.states() == ["fenced", "fenced", "fenced"]
+        await second.sync("w3")
+        assert second.states() == ["ready", "ready", "ready"]
     for mock in engines:
         await mock.kill()
 
