@@ -119,7 +119,7 @@ class Labeller:
         tasks = []
         for engine in engines:
             if engine.alive and engine.version is not None:
-                label = Label(engine.version, unfinished=engine.tainted and not engine.session)
+                label = Label(engine.version, unfinished=engine.tainted and engine.session is not True)
                 tasks.append(self._marking.get(engine) or self._write(engine, label))
         if tasks:
             await asyncio.wait(tasks, timeout=self._settings.probe_timeout)
@@ -163,7 +163,7 @@ class Labeller:
 
     def mark(self, engine: Engine) -> None:
         """Let a tainted engine say so itself, unless an open session does (`proxy.core.history`); never waits."""
-        told = any(each.session and each.alive and not each.failed_call for each in self._fleet)
+        told = any(each.session is True and each.alive and not each.failed_call for each in self._fleet)
         wanted = engine.tainted and not (engine.marked or engine.updating or engine.plain or told)
         if wanted and self.automatic and engine.alive and engine not in self._marking:
             self._write(engine, Label(engine.version or DEFAULT, unfinished=True))

@@ -93,7 +93,7 @@ class Updates:
             self._leave(engines)
         elif merged.failed:
             for engine, leg in zip(engines, legs, strict=True):
-                if leg.outcome in _NOTHING_HAPPENED and not engine.session:
+                if leg.outcome in _NOTHING_HAPPENED and engine.session is False:
                     engine.updating = False
             self.break_round(f"{call.path} failed on {', '.join(leg.engine for leg in merged.failed)}")
             self._groups.fence(call.path, engines, merged.failed, taint=False)
@@ -106,14 +106,14 @@ class Updates:
         then holds does not matter: it is tainted until this round ends well.
         """
         leg = await fire(engine, shot)
-        left_open = engine.session or b"already active" in leg.body
+        left_open = engine.session is not False or b"already active" in leg.body
         if leg.outcome is Outcome.REFUSED and left_open:
             self._fleet.taint(engine)
             await fire(engine, replace(shot, call=CALLS["/finish_weight_update"], target="/finish_weight_update",
                                        headers=(), body=None))  # fmt: skip
             leg = await fire(engine, shot)
         if leg.ok or leg.outcome in UNCERTAIN:
-            engine.session = True
+            engine.session = True if leg.ok else None
         return leg
 
     async def update(self, asked: Asked) -> Reply:
@@ -189,10 +189,11 @@ class Updates:
     def _step_failed(self, call: Call, engines: Sequence[Engine], legs: Sequence[Leg], merged: Merged) -> None:
         names = ", ".join(leg.engine for leg in merged.failed)
         for engine, leg in zip(engines, legs, strict=True):
-            if leg.outcome is Outcome.REFUSED:
-                # vLLM closes the session of an update that failed, and leaves that of a finish open.
-                engine.session = call.kind is Kind.FINISH
-            if leg.outcome in (Outcome.UNREACHABLE, Outcome.MISSING) and not engine.session:
+            if leg.outcome is Outcome.REFUSED and call.kind is not Kind.FINISH:
+                engine.session = False  # vLLM closes the session of an update that failed, not that of a finish
+            elif leg.outcome in UNCERTAIN:
+                engine.session = None
+            if leg.outcome in (Outcome.UNREACHABLE, Outcome.MISSING) and engine.session is False:
                 engine.updating = False
         self.round.broken(f"{call.path} failed on {names}")
         self._break(engines, f"{call.path} failed on {names}")

@@ -48,7 +48,8 @@ class Engine:
             engine starts slowly.
         tainted: an update began and did not end well, or its weights were wiped (`Fleet.taint`).
         marked: its own label says that its weights are nobody's; `version` is the one before.
-        session: an update session is open there, as far as is known; its counts say so too.
+        session: whether an update session is open there, which its counts say too; None if it may be, because the
+            answer to a step was lost.
         updating: it is inside an update round, so its weights are nobody's.
         asleep: what ``/sleep`` took away and ``/wake_up`` has not brought back: ``weights``, ``kv_cache``.
         epoch: number of the last update that it is known to hold (`Fleet.epoch`); -1 after a restart.
@@ -90,7 +91,7 @@ class Engine:
     weight: float = 1.0
     tainted: bool = False
     marked: bool = False
-    session: bool = False
+    session: bool | None = False
     updating: bool = False
     asleep: frozenset[str] = frozenset()
     epoch: int = 0

@@ -36,7 +36,7 @@ class Seen:
 class Fault:
     """What goes wrong with a path.
 
-    kind: status, hang, drop (connection closed), slow, false (success:false), body
+    kind: status, hang, drop (connection closed), lost (likewise, once it is done), slow, false (success:false), body
     """
 
     kind: str
@@ -131,9 +131,14 @@ class MockEngine:
         if path not in ("/health", "/metrics"):
             query = request.raw_path.partition("?")[2]
             self.seen.append(Seen(request.method, path, query, body, headers, time.monotonic()))
+        faults = self.faults.get(path)
+        lost = bool(faults) and faults[0].kind == "lost"
         answer = await self._faulty(path, request)
         if answer is None:
             answer = await self._route(request.method, path, request, body)
+        if lost:
+            assert request.transport is not None
+            request.transport.abort()
         self.counts[path, f"{answer.status // 100}xx"] += 1
         if self.close_each:
             answer.force_close()
@@ -151,6 +156,8 @@ class MockEngine:
         if fault.kind == "hang":
             await self._release.wait()
             return web.Response(status=500)
+        if fault.kind == "lost":
+            return None
         if fault.kind == "slow":
             await asyncio.sleep(fault.seconds)
             return None

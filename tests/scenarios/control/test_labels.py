@@ -304,3 +304,15 @@ async def test_a_label_that_is_seen_before_its_finish_is_not_the_engines_version
         assert [engine.version for engine in fleet.plane.fleet] == ["v1", "v1"]
         await finish
         assert [engine.version for engine in fleet.plane.fleet] == ["u1", "u1"]
+
+
+async def test_a_finish_whose_answer_is_lost_may_have_worked():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        await in_a_round(fleet)
+        fleet.engines[1].fail("/finish_weight_update", "lost", times=1)
+        await fleet.call("/finish_weight_update", status=424)
+        assert labels(fleet) == [MARKED, MARKED]
+        assert "w2" in fleet.engines[1].weights
+        await fleet.sync("w3")
+        assert fleet.states() == ["ready", "ready"]
