@@ -283,7 +283,7 @@ async def sleep(request: web.Request) -> web.Response:
     engine = engine_of(request)
     await engine.core.turn()
     await engine.core.pause(mode, reject=False)
-    engine.asleep = int(given) > 0
+    engine.sleep_level = int(given)
     return json_reply({"status": "sleeping", "level": int(given)})
 
 
@@ -292,7 +292,7 @@ async def wake_up(request: web.Request) -> web.Response:
     tags = request.query.getall("tags", [])
     engine = engine_of(request)
     await engine.core.turn()
-    engine.asleep = False
+    engine.sleep_level = 0
     engine.core.resume()
     return json_reply({"status": "awake", "tags": tags or None})
 
@@ -301,7 +301,7 @@ async def is_sleeping(request: web.Request) -> web.Response:
     """``GET /is_sleeping``: a paused scheduler counts as asleep, as in vLLM."""
     engine = engine_of(request)
     await engine.core.turn()
-    return json_reply({"is_sleeping": engine.asleep or engine.core.paused != "no"})
+    return json_reply({"is_sleeping": engine.sleep_level > 0 or engine.core.paused != "no"})
 
 
 async def release_kv_cache_memory(request: web.Request) -> web.Response:

@@ -154,7 +154,10 @@ def page(engine: SimEngine) -> str:
             "vllm:engine_sleep_state",
             "gauge",
             "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake.",
-            [(f'vllm:engine_sleep_state{{{labels},sleep_state="awake"}}', 0.0 if engine.asleep else 1.0)],
+            [
+                (f'vllm:engine_sleep_state{{{labels},sleep_state="{state}"}}', float(engine.sleep_level == level))
+                for state, level in (("awake", 0), ("weights_offloaded", 1), ("discard_all", 2))
+            ],
         ),
         _family(
             "vllm:prompt_tokens_total",

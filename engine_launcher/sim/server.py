@@ -93,7 +93,7 @@ class SimEngine:
         self.core = EngineCore(self.config)
         self.transfer = WeightTransfer(self.config.world_size, self.config.weight_transfer_backend)
         self.adapters: dict[str, str] = {}
-        self.asleep = False
+        self.sleep_level = 0
         self.counts = Counts()
         self.started_at = time.time()
 
@@ -327,7 +327,7 @@ class SimEngine:
             "paused": core.paused != "no",
             "pause_mode": core.pause_mode,
             "rejecting": core.rejecting,
-            "sleeping": self.asleep,
+            "sleeping": self.sleep_level > 0,
             "dead": core.dead,
             "running": len(core.running),
             "waiting": len(core.waiting),

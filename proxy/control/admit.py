@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import orjson
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from proxy.config import Settings
 from proxy.control.asked import JSON_HEADERS
+from proxy.control.checksums import Checksums
 from proxy.control.fanout import Shot, fire
 from proxy.core.admission import DEFAULT, UNKNOWN_EPOCH, Decision, Facts, Verdict, is_automatic, judge, next_label, vote
-from proxy.core.calls import CALLS, custom
+from proxy.core.calls import custom
 from proxy.core.engine_state import Event, State
-from proxy.core.merge import Outcome, checksums_of
+from proxy.core.merge import Outcome
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
 from proxy.tasks import spawn
@@ -48,6 +47,7 @@ class Admission:
         self._fleet = fleet
         self._gate = gate
         self._settling: set[Engine] = set()
+        self.checksums = Checksums(settings, fleet, self._settling, self.review)
         self._labels_beyond = 0
         self._left_open = False
         self._judging = False
@@ -90,8 +90,11 @@ class Admission:
         fleet = self._fleet
         self._counted = True
         self._recall()
-        labels = [engine.version for engine in fleet if engine.alive and not engine.plain]
-        result = vote(labels)
+        voters = [engine for engine in fleet if engine.alive and not engine.plain]
+        labels = [engine.version for engine in voters]
+        # Whoever holds nobody's weights has a say only where no other has a real label.
+        result = vote(engine.version for engine in voters if not engine.tainted)
+        result = vote(labels) if result.version in (None, DEFAULT) and not result.tied else result
         fleet.tied = result.tied
         if result.tied:
             _log.warning(
@@ -111,15 +114,15 @@ class Admission:
     def _recall(self) -> None:
         """Keep out who was in an update that an earlier proxy did not see the end of: its label names other weights.
 
-        One whose update failed is in doubt only where a round was going on at others: it is counted for ever, and later
-        rounds put most of them right. Any other is marked (`proxy.core.marks`).
+        One that is merely behind is in doubt where a round seems to have been going on: later rounds put most of them
+        right. Any other is marked (`proxy.core.marks`).
         """
         told = [(engine, engine.history) for engine in self._fleet if engine.alive and engine.history is not None]
         self._left_open = self._left_open or any(history.open for _, history in told)
         self._fleet.pristine = self._fleet.pristine and not self._left_open
         for engine, history in told:
-            if history.open or (self._left_open and history.failed):
-                engine.history, engine.session = None, history.open
+            if history.open or ((self._left_open or history.paused) and history.behind):
+                engine.history, engine.session = None, history.open or None
                 self._fleet.taint(engine)
                 _log.warning(
                     "engine %s was inside a weight update before this proxy started: what it holds is not %r",
@@ -255,7 +258,7 @@ class Admission:
         boot = engine.boot
         try:
             if self.verdict(engine).decision is Decision.COMPARE:
-                await self._compare(engine)
+                await self.checksums.compare(engine)
             elif await self._pay(engine) and await self._load_adapters(engine) and engine.boot == boot:
                 verdict = self.verdict(engine)
                 if verdict.decision is Decision.ADMIT and engine.state is State.FENCED and not engine.suspect:
@@ -294,71 +297,6 @@ class Admission:
                 return False
             engine.adapters[name] = body
         return not engine.owed
-
-    async def _compare(self, engine: Engine) -> None:
-        """Rule 5: are its weights the fleet's although its label or its history says otherwise?"""
-        version = self._fleet.version
-        boot = engine.boot
-        engine.compared, engine.checksums_equal = version, None
-        shot = Shot(
-            CALLS["/weight_checker"], "POST", "/weight_checker", JSON_HEADERS, b'{"action":"checksum"}',
-            self._settings.pause_timeout,
-        )  # fmt: skip
-        found = checksums_of(await fire(engine, shot))
-        if found is not None and engine.boot == boot and self._fleet.version == version:
-            await self._compared(engine, found)
-
-    async def _compared(self, engine: Engine, found: dict[str, Any]) -> None:
-        version = self._fleet.version
-        boot = engine.boot
-        engine.compared = version
-        engine.checksums_equal = found == self._fleet.checksums.get(engine.world_size)
-        if not engine.checksums_equal or version is None:
-            _log.info("checksums of %s are not those of %r", engine.id, version)
-            return
-        if engine.version != version or engine.marked:
-            body = orjson.dumps({"new_version": version})
-            shot = Shot(
-                CALLS["/update_weight_version"], "POST", "/update_weight_version", JSON_HEADERS, body,
-                self._settings.control_timeout,
-            )  # fmt: skip
-            leg = await fire(engine, shot)
-            if not leg.ok or engine.boot != boot or self._fleet.version != version:
-                engine.compared = engine.checksums_equal = None
-                return
-            self._fleet.set_version(engine, version)
-        engine.epoch = self._fleet.epoch
-        engine.tainted = False
-        self.review(engine)
-
-    def record(self, answers: Sequence[tuple[Engine, dict[str, Any]]]) -> None:
-        """A ``/weight_checker`` call showed checksums: those that serving engines agree on are the fleet's.
-
-        Engines that are out are compared with them.
-
-        They are never asked for unbidden: hashing a model keeps an engine's core from anything else for seconds.
-        """
-        serving: dict[int | None, list[dict[str, Any]]] = {}
-        for engine, found in answers:
-            if engine.state is State.READY and not engine.updating and not engine.suspect:
-                serving.setdefault(engine.world_size, []).append(found)
-        for size, sums in serving.items():
-            if all(found == sums[0] for found in sums):
-                self._fleet.checksums.setdefault(size, sums[0])
-            else:
-                _log.warning("serving engines have different checksums: none are taken for the fleet's")
-        for engine, found in answers:
-            fenced = engine.state is State.FENCED and not engine.updating and engine not in self._settling
-            if fenced and engine.world_size in self._fleet.checksums and self._fleet.version is not None:
-                self._settling.add(engine)
-                spawn(self._settle_compared(engine, found), name=f"compare {engine.id}")
-
-    async def _settle_compared(self, engine: Engine, found: dict[str, Any]) -> None:
-        try:
-            await self._compared(engine, found)
-        finally:
-            self._settling.discard(engine)
-        self.review(engine)
 
     # After control calls
 

@@ -24,6 +24,7 @@ from proxy.control.groups import Groups
 from proxy.control.labels import Labeller
 from proxy.control.lock import LifecycleLock, Running, holder_of
 from proxy.control.lora import Adapters
+from proxy.control.naming import Naming
 from proxy.control.pauses import Pauses
 from proxy.control.updates import Updates
 from proxy.core import ranks
@@ -77,12 +78,15 @@ class Conductor:
         self.groups = Groups(settings, fleet, admission, prober, fan=self.fan, gate_closed=lambda: gate.closed)
         self.labels = Labeller(settings, fleet, prober)
         self.updates = Updates(settings, fleet, self.groups, admission, labels=self.labels, fan=self.fan)
+        self._naming = Naming(settings, fleet, self.groups, admission, labels=self.labels, fan=self.fan)
         self.lock = LifecycleLock(fleet, gate_closed=lambda: gate.closed, round_live=lambda: self.updates.round.live)
         self.pauses = Pauses(
             settings, fleet, gate, self.lock, updates=self.updates, prober=prober, admission=admission,
             aftermath=aftermath, fan=self.fan, on_lease_end=self._lease_ended,
         )  # fmt: skip
-        self._everyday = Everyday(settings, fleet, gate, admission, aftermath=aftermath, fan=self.fan)
+        self._everyday = Everyday(
+            settings, fleet, gate, admission, aftermath=aftermath, labels=self.labels, fan=self.fan
+        )
         self._everyday.on_counted = self._counted
         self._adapters = Adapters(settings, fleet, admission, self.fan)
         self._aborts = Aborts(settings, fleet, tracker, self.fan)
@@ -222,7 +226,7 @@ class Conductor:
             case Kind.FINISH:
                 return await self.updates.finish(asked)
             case Kind.LABEL:
-                return await self.updates.label(asked)
+                return await self._naming.label(asked)
             case Kind.LORA_LOAD:
                 return await self._adapters.load(asked)
             case Kind.LORA_UNLOAD:

@@ -13,9 +13,10 @@ from proxy.control.admit import Admission
 from proxy.control.aftermath import Aftermath, that_count
 from proxy.control.asked import Asked, Reply, limit_of, reply_json, reply_merged
 from proxy.control.fanout import Runner, Shot, fire
+from proxy.control.labels import Labeller
 from proxy.core.calls import Kind, Merge
 from proxy.core.marks import read_label
-from proxy.core.merge import Leg, Outcome, checksums_of, merge, version_body
+from proxy.core.merge import UNCERTAIN, Leg, Outcome, checksums_of, merge, version_body
 from proxy.fleet.engine import Engine
 from proxy.fleet.registry import Fleet
 
@@ -34,17 +35,27 @@ class Everyday:
         gate: closed while generation is paused.
         admission: looks again at engines whose weights or sleep changed.
         aftermath: fences who failed.
+        labels: marks engines before their weights are taken away.
         fan: runs legs.
     """
 
     def __init__(
-        self, settings: Settings, fleet: Fleet, gate: Gate, admission: Admission, *, aftermath: Aftermath, fan: Fan
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        gate: Gate,
+        admission: Admission,
+        *,
+        aftermath: Aftermath,
+        labels: Labeller,
+        fan: Fan,
     ) -> None:
         self._settings = settings
         self._fleet = fleet
         self._gate = gate
         self._admission = admission
         self._aftermath = aftermath
+        self._labels = labels
         self._fan = fan
         self.on_counted: Callable[[list[Engine]], None] | None = None
         """Called with the engines whose world sizes were added up."""
@@ -62,13 +73,34 @@ class Everyday:
             # Weights may be others now under the same label: nothing that was known of them holds.
             self._fleet.pristine = False
             self._fleet.checksums.clear()
+        wipes = _wipes(asked)
+        if wipes and self._labels.automatic:
+            await self._labels.ahead([(engine, engine.boot) for engine in engines if not engine.plain], None)
+        before = (self._fleet.version, self._fleet.epoch)
         legs = await self._fan(asked, [(engine, shot) for engine in engines], fire)
         merged = merge(call, that_count(legs))
+        if wipes:
+            await self._wiped(engines, legs)
         if call.kind is not Kind.CHECK:
             self._aftermath.missed(asked, shot)
             self._aftermath.settle(asked, shot, engines, legs, merged)
         self._side_effects(asked, engines, legs)
+        if call.kind is Kind.CHECK and before == (self._fleet.version, self._fleet.epoch):
+            found = [(engine, checksums_of(leg)) for engine, leg in zip(engines, legs, strict=True)]
+            self._admission.checksums.record([(engine, sums) for engine, sums in found if sums is not None])
+        self._fleet.refresh()
+        self._admission.review_all()
         return reply_merged(call, merged, legs)
+
+    async def _wiped(self, engines: Sequence[Engine], legs: Sequence[Leg]) -> None:
+        """Whoever may have lost its weights is tainted, also where the answer was lost; the others keep their label."""
+        kept = []
+        for engine, leg in zip(engines, legs, strict=True):
+            if leg.ok or leg.outcome in UNCERTAIN:
+                self._fleet.taint(engine)
+            else:
+                kept.append(engine)
+        await self._labels.back(engine for engine in kept if engine.marked)
 
     def _side_effects(self, asked: Asked, engines: Sequence[Engine], legs: Sequence[Leg]) -> None:
         kind = asked.call.kind
@@ -77,17 +109,8 @@ class Everyday:
                 continue
             if kind is Kind.SLEEP:
                 engine.asleep = frozenset({"weights", "kv_cache"})
-                if "level=2" in asked.query.split("&"):
-                    self._fleet.taint(engine)
             elif kind is Kind.WAKE:
                 self._woke(asked, engine, leg)
-            elif kind is Kind.CHECK and b'"reset"' in (asked.body or b"") and b'"status"' in leg.body:
-                self._fleet.taint(engine)
-        if kind is Kind.CHECK:
-            found = [(engine, checksums_of(leg)) for engine, leg in zip(engines, legs, strict=True)]
-            self._admission.record([(engine, sums) for engine, sums in found if sums is not None])
-        self._fleet.refresh()
-        self._admission.review_all()
 
     def _woke(self, asked: Asked, engine: Engine, leg: Leg) -> None:
         data = leg.json()
@@ -130,6 +153,13 @@ class Everyday:
             if isinstance(size, int) and size > 0:
                 engine.world_size, engine.weight = size, float(size)
         return leg
+
+
+def _wipes(asked: Asked) -> bool:
+    """Whether it takes the weights away."""
+    if asked.call.kind is Kind.SLEEP:
+        return "level=2" in asked.query.split("&")
+    return asked.call.kind is Kind.CHECK and b'"reset"' in (asked.body or b"")
 
 
 def _without_mark(leg: Leg) -> Leg:

@@ -41,6 +41,18 @@ async def replaced(prober: Prober, engines: Sequence[Engine]) -> list[Engine]:
     return [engine for engine, ok in zip(engines, same, strict=True) if not ok]
 
 
+async def again(engine: Engine, shot: Shot, boot: int | None = None) -> Leg:
+    """A leg that labels, tried again at the same process where it failed."""
+    boot = engine.boot if boot is None else boot
+    leg = await fire(engine, shot)
+    for _ in range(LABEL_TRIES - 1):
+        wrong = leg.outcome is Outcome.REFUSED and leg.status is not None and leg.status < 500
+        if leg.ok or wrong or leg.outcome is Outcome.MISSING or not engine.alive or engine.boot != boot:
+            break
+        leg = await fire(engine, shot)
+    return leg
+
+
 class Labeller:
     """Labels engines and marks them.
 
@@ -104,12 +116,7 @@ class Labeller:
         """Label one engine."""
         body = orjson.dumps({"new_version": label})
         shot = Shot(_CALL, "POST", _CALL.path, JSON_HEADERS, body, self._settings.control_timeout)
-        leg = await fire(engine, shot)
-        for _ in range(LABEL_TRIES - 1):
-            if leg.ok or leg.outcome is Outcome.MISSING or not engine.alive or engine.boot != boot:
-                break
-            leg = await fire(engine, shot)
-        return leg
+        return await again(engine, shot, boot)
 
     async def back(self, engines: Iterable[Engine]) -> None:
         """The step was not taken, or not by all: no engine may go on with the label of weights that are not published.
@@ -167,6 +174,14 @@ class Labeller:
         wanted = engine.tainted and not (engine.marked or engine.updating or engine.plain or told)
         if wanted and self.automatic and engine.alive and engine not in self._marking:
             self._write(engine, Label(engine.version or DEFAULT, unfinished=True))
+
+    async def leave(self, engine: Engine) -> None:
+        """It goes out of this proxy's sight: what is known of it here has to be known where it turns up next."""
+        task = self._marking.get(engine)
+        if task is None and engine.tainted and not engine.marked and engine.session is not True and engine.alive:
+            task = self._write(engine, Label(engine.version or DEFAULT, unfinished=True)) if self.automatic else None
+        if task is not None:
+            await asyncio.wait({task}, timeout=self._settings.probe_timeout)
 
     def _write(self, engine: Engine, label: Label) -> asyncio.Task[None]:
         task = self._marking[engine] = spawn(self._keep(engine, engine.boot, label), name=f"label {engine.id}")

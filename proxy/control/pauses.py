@@ -99,9 +99,11 @@ class Pauses:
         self._alarm: asyncio.TimerHandle | None = None
         self._lease: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._told = False
 
     async def pause(self, asked: Asked) -> Reply:
         """Close the gate, then pause every engine."""
+        self._told = True
         running = self._lock.current
         gate = self._gate
         was_closed = gate.closed
@@ -135,6 +137,7 @@ class Pauses:
 
     async def resume(self, asked: Asked) -> Reply:
         """Resume every engine, give up what hangs, then open the gate."""
+        self._told = True
         self._lock.changed()
         shot = asked.shot(limit_of(self._settings, asked))
         engines = self._living()
@@ -268,17 +271,22 @@ class Pauses:
         self._fleet.emit("pause_lease_ended", by=by, seconds=seconds)
         self._on_lease_end()
 
-    def recover(self) -> None:
-        """The proxy started while the engines were paused: so is the gate, until /resume or until they all go on."""
-        self._updates.half_way = self._admission.left_open
-        engines = [engine for engine in self._living() if not engine.plain]
+    def recover(self) -> bool:
+        """The proxy started while the engines were paused: so is the gate, until /resume or until they all go on.
+
+        Returns:
+            Whether that is settled: an engine said so, or somebody paused or resumed since.
+        """
+        engines = [engine for engine in self._living() if not engine.plain and engine.reported_paused is not None]
+        if not engines or self._told:
+            return self._told
         paused = [engine for engine in engines if engine.reported_paused]
         if not paused:
-            return
+            return True
         if len(paused) < len(engines):
             for engine in paused:
                 self._prober.watch_paused(engine)
-            return
+            return True
         who = "a pause found at start"
         self._updates.half_way = True
         self._gate.close(who)
@@ -286,6 +294,7 @@ class Pauses:
         self._renew_lease(who)
         self._lock.changed()
         self._watching = spawn(self._until_resumed(), name="watch the recovered pause")
+        return True
 
     async def _until_resumed(self) -> None:
         since = self._gate.closed_since

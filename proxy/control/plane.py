@@ -66,10 +66,11 @@ class ControlPlane:
         )
         self.prober.on_restart = self.conductor.updates.on_restart
         fleet.listeners.append(self._on_event)
+        self.members.on_leaving = self.conductor.labels.leave
         self.members.on_removed = self._on_removed
         self._balancer = plane.balancer
         self._api = FleetApi(self)
-        self._started = False
+        self._started = self._recovered = False
         self._first: set[Engine] = set()
         token = settings.control_token
         self._token = token.get_secret_value().encode() if token is not None else None
@@ -88,7 +89,7 @@ class ControlPlane:
         if self.admission.voting:
             self.admission.count_votes()
         self._started = True
-        self.conductor.pauses.recover()
+        self._recovered = self.conductor.pauses.recover()
         self.admission.review_all()
         self._settle_votes()
 
@@ -111,6 +112,8 @@ class ControlPlane:
             return
         if self.admission.voting and (engine in self._first or not self._first):
             self.admission.count_votes()
+        if not self._recovered:
+            self._recovered = self.conductor.pauses.recover()
         if engine.reported_paused and not self.gate.closed and not engine.owed and not engine.busy:
             self.prober.watch_paused(engine)
         if self.admission.voting:

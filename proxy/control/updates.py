@@ -20,7 +20,7 @@ from proxy.control.groups import Fan, Groups, Shots
 from proxy.control.labels import Boots, Labeller
 from proxy.core import ranks
 from proxy.core.calls import CALLS, Call, Kind
-from proxy.core.lifecycle import Round
+from proxy.core.lifecycle import Round, RoundState
 from proxy.core.merge import UNCERTAIN, Leg, Merged, Outcome, merge
 from proxy.errors import Conflict
 from proxy.fleet.engine import Engine
@@ -109,6 +109,8 @@ class Updates:
         left_open = engine.session is not False or b"already active" in leg.body
         if leg.outcome is Outcome.REFUSED and left_open:
             self._fleet.taint(engine)
+            if self._labels.automatic:
+                await self._labels.ahead([(engine, engine.boot)], None)
             await fire(engine, replace(shot, call=CALLS["/finish_weight_update"], target="/finish_weight_update",
                                        headers=(), body=None))  # fmt: skip
             leg = await fire(engine, shot)
@@ -127,7 +129,9 @@ class Updates:
         needs = ranks.needs_sizes(asked.body, None) and len(engines) > 1
         sizes = await self._groups.sizes(call.path, engines, refetch=False) if needs else [1] * len(engines)
         bodies = ranks.plan_update(asked.body, sizes) if needs else [asked.body] * len(engines)
-        alone = not self.round.live and not (native and self.half_way)
+        # A part of what another proxy began, or of a round that is broken, is no whole update.
+        part = native and (self.half_way or any(engine.session is not False for engine in engines))
+        alone = not self.round.live and not part
         labelled = alone and not native and self._labels.automatic
         if labelled:
             await self._groups.none_replaced(call.path, engines)
@@ -221,10 +225,11 @@ class Updates:
         await self._labels.settle(engines)
         if ours and self.round.brought:
             wanted = self._fleet.coming or self._admission.next_label()
-            if known or self.half_way or self._admission.left_open:
-                # While its session is open, an engine's label says nothing yet.
+            # While its session is open, an engine's label says nothing yet.
+            inside = [(engine, boot) for engine, boot in boots if known or engine.session is not False]
+            if inside:
                 self._fleet.coming = wanted
-                silent = await self._labels.ahead(boots, wanted)
+                silent = await self._labels.ahead(inside, wanted)
             if known and not self.round.live:
                 await self._labels.back(engines)
                 self.round.check(call)
@@ -333,41 +338,6 @@ class Updates:
             self._leave(engines)
             raise
 
-    async def label(self, asked: Asked) -> Reply:
-        """Set the fleet version by hand of the trainer.
-
-        Engines whose weights are known not to be the fleet's get no label: it would speak for weights they lack, and
-        after a restart of the proxy nobody would know.
-        """
-        call = asked.call
-        fleet = self._fleet
-        living = self._groups.living()
-        boots = [(engine, engine.boot) for engine in living if engine.plain or self._admission.fits(engine)]
-        gone = await self._groups.replaced([engine for engine, _ in boots])
-        boots = [(engine, boot) for engine, boot in boots if engine.boot == boot and engine not in gone]
-        engines = [engine for engine, _ in boots]
-        if not engines:
-            why = "; ".join(f"{engine.id}: {engine.reason}" for engine in living) or "no engine is alive"
-            raise Conflict(f"{call.path}: no engine holds weights that the label could speak for ({why})")
-        shot = asked.shot(limit_of(self._settings, asked))
-        legs = await self._fan(asked, [(engine, shot) for engine in engines], fire)
-        legs = await self._labels.take_back(boots, legs)
-        merged = merge(call, legs)
-        body = ranks.parse(asked.body)
-        version = body.get("new_version") if isinstance(body, dict) else None
-        if not merged.failed and not merged.passed and version is not None:
-            for engine, boot in boots:
-                if engine.boot == boot:
-                    fleet.set_version(engine, str(version))
-                    if fleet.pristine:
-                        engine.epoch = fleet.epoch
-            fleet.tied = ()
-            self._admission.voting = False
-            self._admission.set_fleet_version(str(version), by="trainer")
-            self._admission.review_all()
-        self._groups.fence(call.path, engines, merged.failed, taint=False)
-        return reply_merged(call, merged, legs)
-
     # What a call means for each engine
 
     def _enter(self, engines: Sequence[Engine]) -> None:
@@ -384,6 +354,8 @@ class Updates:
 
     def break_round(self, why: str) -> None:
         """The round cannot end well any more: whoever is in it holds nobody's weights."""
+        if any(engine.session is not False for engine in self._fleet) and self.round.state is RoundState.NONE:
+            self.round.state, self.round.why = RoundState.BROKEN, why  # another proxy began it
         if self.round.broken(why):
             self._break([engine for engine in self._fleet if engine.updating], why)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 _ANSWERS = re.compile(rb"^http_requests_total\{([^}]*)\} ([0-9.eE+]+)", re.MULTILINE)
 _RUNNING = re.compile(rb"^vllm:rl_weight_update_operations_in_flight\{([^}]*)\} ([0-9.eE+]+)", re.MULTILINE)
+_SLEEP = re.compile(rb"^vllm:engine_sleep_state\{([^}]*)\} ([0-9.eE+]+)", re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 _CHANGING = frozenset({b"start", b"start_draft", b"update", b"finish"})
 _STARTS = (b"/start_weight_update", b"/start_draft_weight_update")
@@ -28,17 +29,26 @@ class History:
         finished: finishes that it answered with 2xx.
         failed: updates that it answered with 5xx; vLLM closes the session then.
         running: weight operations that it was in the middle of.
+        asleep: what it sleeps with, as in `Engine.asleep`.
+        paused: generation was paused there when the counts were read, or it did not say.
     """
 
     started: int = 0
     finished: int = 0
     failed: int = 0
     running: int = 0
+    asleep: frozenset[str] = frozenset()
+    paused: bool = False
 
     @property
     def open(self) -> bool:
         """Whether it is in the middle of an update round, or was when the round was given up."""
         return self.running > 0 or self.started > self.finished + self.failed
+
+    @property
+    def behind(self) -> bool:
+        """Whether some round did not end well, or may be open: updates that fail outside any hide an open one."""
+        return self.running > 0 or self.started > self.finished
 
 
 def read(page: bytes) -> History:
@@ -57,4 +67,9 @@ def read(page: bytes) -> History:
         for match in _RUNNING.finditer(page)
         if dict(_LABEL.findall(match[1])).get(b"operation") in _CHANGING
     )
-    return History(started, finished, failed, running)
+    sleep = {dict(_LABEL.findall(match[1])).get(b"sleep_state"): float(match[2]) > 0 for match in _SLEEP.finditer(page)}
+    asleep: frozenset[str] = frozenset()
+    if sleep.get(b"awake") is False:
+        weights = sleep.get(b"weights_offloaded") or sleep.get(b"discard_all")
+        asleep = frozenset({"weights", "kv_cache"} if weights else {"kv_cache"})
+    return History(started, finished, failed, running, asleep)

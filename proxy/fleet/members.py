@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from proxy.config import Settings
@@ -54,6 +54,7 @@ class Members:
         self._settings = settings
         self._fleet = fleet
         self._prober = prober
+        self.on_leaving: Callable[[Engine], Awaitable[None]] | None = None
         self.on_removed: Callable[[Engine], None] | None = None
         """Called when an engine left the fleet."""
 
@@ -143,6 +144,8 @@ class Members:
         if self._fleet.engines.get(engine.id) is not engine:
             # Another removal of it gave its requests less time.
             return idle
+        if self.on_leaving is not None:
+            await self.on_leaving(engine)
         self._fleet.remove(engine)
         await self._prober.forget(engine)
         engine.upstream.close()

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from proxy.config import Settings
 from proxy.core.engine_state import Event, State
@@ -347,7 +347,8 @@ class Prober:
             return False
         why = restarted(before, now, refused=watched.refused, broken=broken) if watched.looked else None
         if not watched.looked and metrics is not None and metrics.status == 200:
-            engine.history = read(metrics.body)
+            engine.history = replace(read(metrics.body), paused=now.paused is not False)
+            engine.asleep = engine.history.asleep
         self._identified(watched, now, why)
         self._fleet.emit("engine_checked", engine=engine.id, seconds=loop.time() - started, ok=True)
         return not engine.suspect

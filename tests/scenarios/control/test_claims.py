@@ -89,7 +89,8 @@ async def test_engines_that_could_not_be_asked_at_the_start_stay_paused() -> Non
         await fleet.until(lambda: all(engine.reported_paused for engine in fleet.plane.fleet))
         await settle(fleet)
         assert fleet.seen("/resume") == [0, 0]
-        assert not fleet.plane.fleet.eligible
+        assert fleet.plane.gate.closed
+        assert await fleet.get("/is_paused") == {"is_paused": True}
         await fleet.call("/resume")
         await fleet.until(lambda: len(fleet.plane.fleet.eligible) == 2)
     for engine in engines:
