@@ -52,6 +52,8 @@ class Adapters:
         owing = [] if name is None else [engine for engine in self._fleet if _debt(name) in engine.owed]
         boots = {engine: engine.boot for engine in self._fleet}
         engines, legs = await self._all(asked)
+        if name is not None and name not in self._fleet.adapters:
+            legs = await self._afresh(asked, engines, legs, name)
         merged = merge(asked.call, legs)
         touched = [(engine, leg) for engine, leg in zip(engines, legs, strict=True) if _may_be_done(leg)]
         if name is None or not touched:
@@ -74,6 +76,22 @@ class Adapters:
         for engine in owing:
             engine.owed.pop(_debt(name), None)
         return reply_merged(asked.call, merged, legs, note=f". {name!r} was in use, so those engines are fenced")
+
+    async def _afresh(self, asked: Asked, engines: list[Engine], legs: list[Leg], name: str) -> list[Leg]:
+        """Some loaded it and the others have it already, from before this proxy: nobody knows whether that is the same.
+
+        So those load it afresh. Where all have it, that is what the trainer is told.
+        """
+        had = [engine for engine, leg in zip(engines, legs, strict=True) if _has_it(leg)]
+        if not had or not all(leg.ok or _has_it(leg) for leg in legs) or len(had) == len(engines):
+            return legs
+        undo = self._unload_shot(asked, name)
+        gone = await self._fan(replace(asked, call=undo.call), [(engine, undo) for engine in had], fire)
+        shot = asked.shot(limit_of(self._settings, asked))
+        todo = [engine for engine, leg in zip(had, gone, strict=True) if leg.ok]
+        again = await self._fan(asked, [(engine, shot) for engine in todo], fire)
+        fresh = {leg.engine: leg for leg in again}
+        return [fresh.get(leg.engine, leg) for leg in legs]
 
     async def _undo_load(
         self, asked: Asked, touched: Sequence[tuple[Engine, Leg]], name: str, boots: dict[Engine, int]
@@ -151,6 +169,10 @@ class Adapters:
 
     def _fence(self, engine: Engine, call: Call, leg: Leg) -> None:
         self._admission.failed(engine, call.path, f"failed {call.path}: {leg.said()}", taint=False)
+
+
+def _has_it(leg: Leg) -> bool:
+    return leg.outcome is Outcome.REFUSED and leg.status in NOT_FOUND and b"already" in leg.body
 
 
 def _may_be_done(leg: Leg) -> bool:

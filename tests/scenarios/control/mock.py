@@ -179,7 +179,15 @@ class MockEngine:
         if path == "/metrics":
             if not self.metrics:
                 return error(404, "Not Found")
-            counts = "".join(
+            counts = (
+                ""
+                if not self.asleep
+                else (
+                    'vllm:engine_sleep_state{sleep_state="awake"} 0.0\n'
+                    'vllm:engine_sleep_state{sleep_state="weights_offloaded"} 1.0\n'
+                )
+            )
+            counts += "".join(
                 f'http_requests_total{{handler="{path}",method="POST",status="{status}"}} {count}.0\n'
                 for (path, status), count in self.counts.items()
             )
@@ -191,6 +199,8 @@ class MockEngine:
             return web.json_response({"data": [{"id": name} for name in ["base", *self.loaded]]})
         if self.lora and path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
             data = json.loads(body or b"{}")
+            if data["lora_name"] in self.loaded and not data.get("load_inplace"):
+                return error(400, f"The lora adapter '{data['lora_name']}' has already been loaded.")
             self.loaded[data["lora_name"]] = data.get("lora_path", "")
             return web.Response(text=f"Success: LoRA adapter '{data['lora_name']}' added successfully.")
         if self.lora and path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):

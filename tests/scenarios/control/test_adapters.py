@@ -221,3 +221,16 @@ async def test_a_debt_that_comes_while_an_engine_catches_up_is_paid_first():
         await again(fleet, 0, UNLOAD, 1)
         assert fleet.states() == ["fenced", "ready"]
         assert all(what["state"] != "ready" for kind, what in fleet.events[since:] if kind == "engine_state")
+
+
+async def test_an_adapter_that_some_have_from_before_is_loaded_afresh_everywhere():
+    """An earlier proxy died in the middle of a load: nobody knows that what they have is the same."""
+    async with rig(2) as fleet:
+        fleet.engines[0].loaded["a"] = "/old"
+        await fleet.call(LOAD, json=BODY)
+        assert [mock.loaded for mock in fleet.engines] == [{"a": "/x"}, {"a": "/x"}]
+        await fleet.call(UNLOAD, json={"lora_name": "a"})
+        for mock in fleet.engines:
+            mock.loaded["a"] = "/old"
+        await fleet.call(LOAD, json=BODY, status=400)
+        assert fleet.states() == ["ready", "ready"]

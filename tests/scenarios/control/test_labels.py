@@ -316,3 +316,58 @@ async def test_a_finish_whose_answer_is_lost_may_have_worked():
         assert "w2" in fleet.engines[1].weights
         await fleet.sync("w3")
         assert fleet.states() == ["ready", "ready"]
+
+
+async def test_a_start_closes_an_old_session_under_a_mark():
+    async with rig(1) as fleet:
+        await fleet.sync("w1", "v1")
+        await in_a_round(fleet)
+        await fleet.call("/resume")
+        fleet.engines[0].fail("/finish_weight_update", "slow", seconds=0.2, times=1)
+        start = asyncio.ensure_future(fleet.call("/start_weight_update"))
+        await fleet.until(lambda: fleet.seen("/finish_weight_update") == [2])
+        assert labels(fleet) == [MARKED]
+        await start
+
+
+@pytest.mark.parametrize(("path", "body"), [("/sleep?level=2", None), ("/weight_checker", {"action": "reset"})])
+async def test_a_lost_answer_to_what_wipes_weights_taints(path, body):
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        fleet.engines[1].fail(path.partition("?")[0], "lost")
+        await fleet.call(path, json=body, status=None)
+        assert all(engine.tainted for engine in fleet.plane.fleet)
+        assert labels(fleet) == [MARKED, MARKED]
+
+
+async def test_what_refused_to_sleep_keeps_its_label():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        fleet.engines[1].fail("/sleep", status=400)
+        await fleet.call("/sleep?level=2", status=424)
+        assert labels(fleet) == [MARKED, "v1"]
+        assert not fleet.engine(1).tainted
+
+
+async def test_a_tainted_engine_that_is_removed_takes_a_mark_along():
+    async with rig(3) as fleet:
+        await fleet.sync("w1", "v1")
+        fleet.engines[1].fail("/update_weights", times=1)
+        await fleet.call("/start_weight_update")
+        await fleet.call("/update_weights", json=UPDATE, status=424)
+        leaving = fleet.engine(1)
+        await fleet.call(f"/fleet/engines/{leaving.id}", method="DELETE")
+        assert labels(fleet)[1] == MARKED
+        await fleet.call("/fleet/engines", json={"url": leaving.url}, status=201)
+        await fleet.until(lambda: "half done" in fleet.engine(1).reason)
+
+
+async def test_checksums_that_are_older_than_a_sync_are_not_recorded():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        fleet.engines[1].fail("/weight_checker", "slow", seconds=0.3, times=1)
+        check = asyncio.ensure_future(fleet.call("/weight_checker", json={"action": "checksum"}))
+        await fleet.until(lambda: fleet.seen("/weight_checker") == [1, 1])
+        await fleet.sync("w2", "v2")
+        await check
+        assert fleet.plane.fleet.checksums == {}

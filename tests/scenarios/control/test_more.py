@@ -41,7 +41,7 @@ async def test_a_reload_under_the_same_name_that_fails_fences_that_engine_until_
     async with rig(2) as fleet:
         await fleet.call(LOAD, json={"lora_name": "a", "lora_path": "/1"})
         fleet.engines[1].fail(LOAD)
-        await fleet.call(LOAD, json={"lora_name": "a", "lora_path": "/2"}, status=424)
+        await fleet.call(LOAD, json={"lora_name": "a", "lora_path": "/2", "load_inplace": True}, status=424)
         assert fleet.states() == ["ready", "fenced"]
         await asyncio.sleep(0.3)
         assert fleet.states() == ["ready", "fenced"]

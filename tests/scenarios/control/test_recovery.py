@@ -156,3 +156,101 @@ async def test_an_engine_that_is_heard_late_tells_what_those_heard_before_were_i
         assert all(HALF_DONE in engine.reason for engine in second.plane.fleet)
     for mock in engines:
         await mock.kill()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+async def test_a_part_of_what_another_proxy_began_is_no_whole_update(resumed):
+    engines = await engines_with("v1")
+    async with proxy_for(engines) as first:
+        await begin(first, updates=1)
+    async with proxy_for(engines) as second:
+        if resumed:
+            await second.call("/resume")
+        part = {"update_info": {"names": ["w2.1"]}}
+        await second.call("/update_weights", json=part, status=409 if resumed else 200)
+        await second.call("/resume")
+        assert second.states() == ["fenced", "fenced"]
+    for mock in engines:
+        await mock.kill()
+
+
+async def test_engines_that_are_added_in_the_middle_of_a_round_are_in_it():
+    engines = await engines_with("v1")
+    async with proxy_for(engines) as first:
+        await begin(first, updates=1)
+    async with proxy_for([]) as second:
+        for mock in engines:
+            await second.call("/fleet/engines", json={"url": mock.url}, status=201)
+        await second.until(lambda: all(HALF_DONE in engine.reason for engine in second.plane.fleet))
+        await second.call("/update_weights", json={"update_info": {"names": ["w2.1"]}})
+        await second.call("/resume")
+        assert all(engine.state == "fenced" for engine in second.plane.fleet)
+    for mock in engines:
+        await mock.kill()
+
+
+async def test_an_update_that_failed_after_its_proxy_died_is_in_doubt():
+    """The engines closed their sessions themselves, and nobody was there to mark them."""
+    engines = await engines_with("v1")
+    async with proxy_for(engines) as first:
+        await begin(first, updates=0)
+    for mock in engines:
+        mock.counts["/update_weights", "5xx"] += 1
+        mock.session = False
+    async with proxy_for(engines) as second:
+        await second.call("/resume")
+        assert second.states() == ["fenced", "fenced"]
+        await second.until(lambda: all(mock.version == "fleetgate-unfinished:v1" for mock in engines))
+    for mock in engines:
+        await mock.kill()
+
+
+async def test_a_failure_outside_any_round_does_not_hide_an_open_one():
+    engines = await engines_with("v1")
+    for mock in engines:
+        mock.counts["/update_weights", "5xx"] += 1
+    async with proxy_for(engines) as first:
+        await begin(first, updates=1)
+    async with proxy_for(engines) as second:
+        await second.call("/resume")
+        assert second.states() == ["fenced", "fenced"]
+    for mock in engines:
+        await mock.kill()
+
+
+async def test_a_label_goes_ahead_only_to_engines_in_a_session():
+    engines = await engines_with("v1")
+    async with proxy_for(engines) as first:
+        await begin(first, updates=1)
+    await engines[0].restart()
+    async with proxy_for(engines) as second:
+        await second.call("/finish_weight_update", status=424)
+        given = [[call.json()["new_version"] for call in mock.calls("/update_weight_version")] for mock in engines]
+        assert given[0] == ["fleetgate-unfinished:default"]
+        assert given[1][0].startswith("u")
+    for mock in engines:
+        await mock.kill()
+
+
+async def test_an_engine_that_sleeps_is_not_forgotten_with_the_proxy():
+    engines = await engines_with("v1")
+    async with proxy_for(engines) as first:
+        await first.call("/sleep?level=1")
+    async with proxy_for(engines) as second:
+        await second.call("/start_weight_update", status=409)
+        await second.call("/resume")
+        assert second.plane.fleet.eligible == []
+        await second.call("/wake_up")
+        assert len(second.plane.fleet.eligible) == 2
+    for mock in engines:
+        await mock.kill()
+
+
+async def test_whoever_holds_nobodys_weights_has_no_vote_where_others_do():
+    engines = await engines_with("v1")
+    engines[0].version = "fleetgate-unfinished:v0"
+    async with proxy_for(engines) as second:
+        assert second.plane.fleet.version == "v1"
+        assert second.states() == ["fenced", "ready"]
+    for mock in engines:
+        await mock.kill()
