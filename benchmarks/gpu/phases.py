@@ -164,8 +164,8 @@ async def paired(stage: Stage, save: Any) -> list[dict[str, Any]]:
                 row[name] = shape(fresh, start, end, streamed=stream) | per_token(fresh, end, streamed=stream)
                 row[name]["errors"] = shape(mine, start, end, streamed=stream)["errors"]
             found.append(row)
-            name = options.out / f"rollouts-{len(found)}.json"  # what a later question about this cell is put to
-            name.write_text(
+            kept = options.out / f"rollouts-{len(found)}.json"  # what a later question about this cell is put to
+            kept.write_text(
                 json.dumps([seen(each, start, "proxy" if each["url"] == proxy.url else "") for each in rows])
             )
             say(
