@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import Any, Final
 
@@ -163,12 +164,31 @@ async def paired(stage: Stage, save: Any) -> list[dict[str, Any]]:
                 row[name] = shape(fresh, start, end, streamed=stream) | per_token(fresh, end, streamed=stream)
                 row[name]["errors"] = shape(mine, start, end, streamed=stream)["errors"]
             found.append(row)
+            kept = options.out / f"rollouts-{len(found)}.json"  # what a later question about this cell is put to
+            kept.write_text(
+                json.dumps([seen(each, start, "proxy" if each["url"] == proxy.url else "") for each in rows])
+            )
             say(
                 f"p: {concurrency} {'stream' if stream else 'whole'}: {row['straight']['ms_per_token']:.2f} ms/token "
                 f"straight, {row['proxy']['ms_per_token']:.2f} by the proxy ({cores['proxy']:.2f} cores)"
             )
             save(found)
     return found
+
+
+def seen(row: dict[str, Any], start: float, route: str) -> list[Any]:
+    """A rollout in few characters; seconds since the window began, a first token's only where there was one."""
+    first = round(row["first"] - start, 3) if row["first"] else None
+    ended = row["outcome"] if row["outcome"] in (*GOOD, "cut") else "error"
+    return [
+        route,
+        row["engine"],
+        round(row["started"] - start, 3),
+        first,
+        round(row["ended"] - start, 3),
+        row["tokens"],
+        ended,
+    ]
 
 
 def per_token(rows: list[dict[str, Any]], end: float, *, streamed: bool) -> dict[str, Any]:
@@ -281,16 +301,18 @@ async def check(
     stage: Stage, urls: list[str], proxy: Server, trainer: Trainer, seed: int, version: str
 ) -> dict[str, Any]:
     """Versions and checksums of every engine, and whether its greedy tokens are those of ``transformers``."""
-    labels, sums, judged = [], [], []
+    labels, judged = [], []
     prompt = [(7 * each + 3) % 256 for each in range(48)]
     for url in urls:
         engine = Control(url, stage.session)
         labels.append((await engine.get("/weight_info"))["weight_version"])
-        sums.append((await engine.post("/weight_checker", {"action": "checksum"}))["checksums"])
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 128, "temperature": 0.0, "ignore_eos": True}
         answer = await engine.post("/v1/completions", body | {"return_token_ids": True})
         judged.append(await trainer.ask("judge", seed=seed, prompt=prompt, output=answer["choices"][0]["token_ids"]))
-    ours = (await trainer.ask("sums", seed=seed))["sums"]
+    # Side by side: of the larger model each takes its time.
+    asked = [Control(url, stage.session).post("/weight_checker", {"action": "checksum"}) for url in urls]
+    known, *answers = await asyncio.gather(trainer.ask("sums", seed=seed), *asked)
+    ours, sums = known["sums"], [each["checksums"] for each in answers]
     theirs = {name.rpartition(":")[2]: value for name, value in sums[0].items()}
     common = ours.keys() & theirs.keys()
     others = sorted(each for each in common if ours[each] != theirs[each])

@@ -56,6 +56,20 @@ def throughput(rows: list[dict[str, Any]]) -> str:
     return table([*heads, "proxy, cores", "errors"], out)
 
 
+def at_equal_lengths(row: dict[str, Any]) -> str:
+    """What the proxy adds had both halves rollouts of one length; only where the first token's time is known."""
+    halves = [row["straight"], row["proxy"]]
+    if any(each["ms_per_token_after_first"] is None or not each["tokens"] for each in halves):
+        return ""
+    length = sum(each["tokens"] for each in halves) / sum(each["finished"] for each in halves)
+    straight, proxy = (
+        (each["ms_per_token"] - each["ms_per_token_after_first"]) * each["tokens"] / each["finished"] / length
+        + each["ms_per_token_after_first"]
+        for each in halves
+    )
+    return f"{100 * (proxy / straight - 1):+.1f} %"
+
+
 def paired(rows: list[dict[str, Any]]) -> str:
     """(a), both routes at once."""
     out = []
@@ -68,6 +82,7 @@ def paired(rows: list[dict[str, Any]]) -> str:
                     f"{each['concurrency']} {'streamed' if each['stream'] else 'not streamed'}, {route}",
                     f"{mine['ms_per_token']:.2f}",
                     cost,
+                    at_equal_lengths(each) if route == "proxy" else "",
                     f"{mine['tokens'] / max(1, mine['finished']):.0f}",
                     ms(mine["ttft_p50"]),
                     ms(mine["ttft_p99"]),
@@ -83,6 +98,7 @@ def paired(rows: list[dict[str, Any]]) -> str:
         "rollouts in flight, half by each route",
         "ms/token",
         "difference",
+        "at equal lengths",
         "tokens each",
         "TTFT p50 ms",
         "p99",
