@@ -112,6 +112,7 @@ async def test_limits_by_number_and_bytes() -> None:
         first = asyncio.ensure_future(ask(app.url, post("/v1/completions", b"x" * 600)))
         await eventually(lambda: app.plane.gate.held == 1)
         got = await ask(app.url, post("/v1/completions", b"x" * 600))
+        assert b"600 of 1000 bytes" in got.body
         assert (got.status, got.field("X-Fleetgate-Error")) == (503, "hold_queue_full")
         assert int(got.field("Retry-After") or 0) > 0
         assert json.loads(got.body)["error"]["code"] == "hold_queue_full"
