@@ -150,7 +150,8 @@ class Attempt:
         connection.send(self, data, bodyless_answer=exchange.head.method == b"HEAD", open_body=self.uploading)
         settings = exchange.plane.settings
         if settings.first_byte_timeout:
-            self._timer = exchange.client.loop.call_later(settings.first_byte_timeout, self._silent)
+            loop = exchange.client.loop
+            self._timer = loop.call_later(settings.first_byte_timeout, self._silent, loop.time())
         if self.uploading:
             exchange.client.resume_reading()
 
@@ -166,24 +167,22 @@ class Attempt:
                 self.conn.write(b"0\r\n\r\n")
             self.conn.request_open = False
 
-    def _silent(self) -> None:
-        """A limit on the engine's silence struck: to its first byte, or between two bytes."""
+    def _silent(self, since: float) -> None:
+        """A limit on the engine's silence struck, to its first byte or between two; none before ``since`` counts."""
         self._timer = None
-        exchange = self.exchange
-        if self.stage is _WAITING:
-            limit = exchange.plane.settings.first_byte_timeout
-            failure = Failure(Kind.TIMEOUT, f"no answer byte within {limit:g} s")
+        client, plane = self.exchange.client, self.exchange.plane
+        waiting = self.stage is _WAITING
+        limit = plane.settings.first_byte_timeout if waiting else plane.settings.read_timeout
+        now = client.loop.time()
+        left = max(since, self.heard, plane.gate.opened_at) + limit - now
+        if plane.gate.closed or self.engine.paused or self.conn is None or not client.taking:
+            # Frozen by a pause, or held back by its own client: not the engine's silence, and that may last until then.
+            left, since = limit, now + limit
+        if left > 0:
+            self._timer = client.loop.call_later(left, self._silent, since)
         else:
-            limit = exchange.plane.settings.read_timeout
-            left = self.heard + limit - exchange.client.loop.time()
-            if exchange.plane.gate.closed or self.conn is None or not exchange.client.taking:
-                # Frozen by a pause, or held back by its own client: that silence is not the engine's.
-                left = limit
-            if left > 0:
-                self._timer = exchange.client.loop.call_later(left, self._silent)
-                return
-            failure = Failure(Kind.CUT, f"no further answer byte within {limit:g} s")
-        self.give_up(failure)
+            what = "answer byte" if waiting else "further answer byte"
+            self.give_up(Failure(Kind.TIMEOUT if waiting else Kind.CUT, f"no {what} within {limit:g} s"))
 
     def give_up(self, failure: Failure) -> None:
         """The engine will not go on with this, though its connection does not say so."""
@@ -211,7 +210,7 @@ class Attempt:
             return
         self._stream = head.fields().stream
         if plane.settings.read_timeout:
-            self._timer = exchange.client.loop.call_later(plane.settings.read_timeout, self._silent)
+            self._timer = exchange.client.loop.call_later(plane.settings.read_timeout, self._silent, self.heard)
         if exchange.generation:
             if head.status == 200 and self._stream:
                 self.peek = FirstEvent(plane.settings.peek_limit)

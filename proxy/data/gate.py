@@ -78,6 +78,8 @@ class Gate:
         self.closed = False
         self.closed_by = ""
         self.closed_since = 0.0
+        self.opened_at = 0.0
+        """Loop time at which it last opened; what an engine froze for a pause goes on from here."""
         self.on_hold_end: Callable[[float, str], None] | None = None
         """Called with the seconds a request was held and how that ended: ``sent``, ``gone``, or an error code."""
         self.on_change: Callable[[bool], None] | None = None
@@ -110,7 +112,8 @@ class Gate:
         if not self.closed:
             return
         self.closed = False
-        seconds = asyncio.get_running_loop().time() - self.closed_since
+        self.opened_at = asyncio.get_running_loop().time()
+        seconds = self.opened_at - self.closed_since
         _log.info("gate opened after %.3f s, %d requests held", seconds, self.held)
         self.closed_by = ""
         if self.on_change is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes
 from tests.tools.fault_scripts import SSE_HEAD, chunk, close_when_idle, cut_after, echo, poison_idle, reply, silent
 from tests.tools.rig import Client, ask, eventually, get, post, proxy_for
@@ -129,6 +131,26 @@ async def test_a_first_byte_limit_sends_elsewhere_and_says_504_when_nobody_is_le
             got = await ask(app.url, post("/v1/completions", BODY))
             assert got.status == 504
             assert got.field("X-Fleetgate-Error") == "engine_timeout"
+
+
+@pytest.mark.parametrize("field", ["X-Any: 1", "X-Fleetgate-No-Retry: 1"])
+async def test_a_first_byte_limit_does_not_count_a_pause(field: str) -> None:
+    going = asyncio.Event()
+
+    async def frozen(wire: Wire, request: Request) -> None:
+        await going.wait()
+        await wire.send(GOOD)
+
+    async with FaultEngine(frozen) as engine, proxy_for(engine, first_byte_timeout=0.5) as app:
+        asked = asyncio.ensure_future(ask(app.url, post("/v1/completions", BODY, field)))
+        await eventually(lambda: len(engine.requests) == 1)
+        app.plane.gate.close("a trainer")
+        await asyncio.sleep(0.8)
+        app.plane.gate.open()
+        going.set()
+        got = await asked
+        assert (got.status, got.field("X-Fleetgate-Attempts")) == (200, "1")
+        assert len(engine.requests) == 1
 
 
 async def test_a_body_that_was_not_kept_is_not_sent_twice_but_waits_for_a_connection() -> None:

@@ -249,5 +249,8 @@ async def test_closing_twice_keeps_the_first_time_and_tells_once() -> None:
     rig.gate.close("b")
     assert rig.gate.closed_since == since
     rig.gate.open()
+    opened = rig.gate.opened_at
+    assert opened >= since
     rig.gate.open()
+    assert rig.gate.opened_at == opened
     assert told == [True, False]
