@@ -26,7 +26,7 @@ FleetgateError
 │   └── ShuttingDown           503
 ├── EngineFault            an engine failed and the request could not be saved by another try
 │   ├── EngineUnreachable      502  no engine accepted a connection
-│   ├── EngineBroken           502  an engine broke off or answered what is not HTTP
+│   ├── EngineBroken           502  an engine broke off or answered what cannot be passed on
 │   └── EngineTimeout          504
 └── ControlFault           a control call; never 500, 502, 503 or 504, because trainers re-send those
     ├── Conflict               409  not now: another life-cycle call, a lost group member, a sleeping engine
@@ -276,7 +276,7 @@ class EngineUnreachable(EngineFault):
 
 
 class EngineBroken(EngineFault):
-    """An engine broke off its answer, or answered what is not HTTP."""
+    """An engine broke off its answer, or answered what cannot be passed on."""
 
     code = "engine_broken"
 

@@ -37,6 +37,7 @@ _JUDGING = Stage.JUDGING
 _RELAYING = Stage.RELAYING
 _TUNNEL = Stage.TUNNEL
 _OVER = Stage.OVER
+_TELLING = (500, 503, 529)  # Their bodies have to tell what they mean.
 
 
 class Attempt:
@@ -50,8 +51,7 @@ class Attempt:
     __slots__ = (
         "_broken",
         "_ended",
-        "_pending",
-        "_pending_size",
+        "_gathered_size",
         "_stream",
         "_task",
         "_timer",
@@ -59,6 +59,7 @@ class Attempt:
         "conn",
         "engine",
         "exchange",
+        "gathered",
         "head",
         "heard",
         "peek",
@@ -76,8 +77,8 @@ class Attempt:
         self.uploading = False
         self.heard = 0.0
         self._stream = False
-        self._pending: list[bytes] = []
-        self._pending_size = 0
+        self.gathered: list[bytes] = []
+        self._gathered_size = 0
         self._ended = False
         self._broken: Failure | None = None
         self._task: asyncio.Task[None] | None = None
@@ -91,7 +92,7 @@ class Attempt:
     @property
     def has_answer(self) -> bool:
         """Whether the engine gave an answer that could go to the client."""
-        return self.head is not None and bool(self._pending)
+        return self.head is not None and bool(self.gathered)
 
     # Towards the engine
 
@@ -216,7 +217,7 @@ class Attempt:
                 self.peek = FirstEvent(plane.settings.peek_limit)
                 self.stage = _PEEKING
                 return
-            if head.status in (500, 503, 529):
+            if head.status in _TELLING or (head.status >= 400 and exchange.relay.pinging):
                 self.stage = _COLLECTING
                 return
         conn = self.conn
@@ -236,13 +237,13 @@ class Attempt:
             if verdict is not _MORE:
                 self._peeked(peek, verdict)
         elif stage in (_COLLECTING, _JUDGING):
-            self._pending.append(data)
-            self._pending_size += len(data)
-            if stage is _COLLECTING and self._pending_size > exchange.plane.settings.peek_limit:
+            self.gathered.append(data)
+            self._gathered_size += len(data)
+            if stage is _COLLECTING and self._gathered_size > exchange.plane.settings.peek_limit:
                 self.relay()
 
     def _peeked(self, peek: FirstEvent, verdict: Verdict) -> None:
-        self._pending = [peek.held]
+        self.gathered = [peek.held]
         if verdict is Verdict.ERROR and peek.error is not None and peek.error.kind is not None:
             self._engine_error(peek.error)
         else:
@@ -257,7 +258,8 @@ class Attempt:
             self.exchange.finished()
         elif stage is _COLLECTING:
             assert self.head is not None
-            error = read_error(b"".join(self._pending), status=self.head.status)
+            status = self.head.status
+            error = read_error(b"".join(self.gathered), status=status) if status in _TELLING else None
             if error is not None and error.kind is not None:
                 self._engine_error(error)
             else:
@@ -325,13 +327,13 @@ class Attempt:
         """What was looked at belongs to the client: pass it on, and the rest as it comes."""
         head = self.head
         assert head is not None
-        pending = self._pending
-        self._pending = []
+        pending = self.gathered
         self.peek = None
         whole = self._ended or self._broken is not None or (self.conn is not None and self.conn.has_more)
         self._relay_head(head, more=whole or bool(pending))
         if self.stage is not _RELAYING:
             return
+        self.gathered = []
         if pending:
             self.exchange.relay.data(b"".join(pending), self.heard, whole)
         if self._broken is not None:
@@ -393,6 +395,6 @@ class Attempt:
         if self._task is not None:
             self._task.cancel()
             self._task = None
-        self._pending = []
+        self.gathered = []
         self.engine.inflight -= 1
         self.exchange.slot_freed()

@@ -347,7 +347,7 @@ class Exchange(Answering):
         if self.phase is _DONE:
             return
         if self.relay.begun:
-            self.relay.cut(error.message, code=error.code, status=error.status)
+            self.relay.cut(error)
         else:
             self._drop_attempt()
             self.client.answer_begun()
