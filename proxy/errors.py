@@ -22,6 +22,7 @@ FleetgateError
 │   ├── HoldQueueFull          503  no place left to hold it
 │   ├── Overloaded             503  every engine refused for load, the retry budget is spent
 │   ├── NoEngine               503  no engine lives that could take a request that is not held
+│   ├── EngineRemoved          503  its engine left the fleet before the answer was whole
 │   ├── TooManyConnections     503
 │   └── ShuttingDown           503
 ├── EngineFault            an engine failed and the request could not be saved by another try
@@ -245,6 +246,12 @@ class NoEngine(Busy):
     """No engine lives that could take a request that is not held."""
 
     code = "no_engine"
+
+
+class EngineRemoved(Busy):
+    """The engine was removed from the fleet before its answer was whole."""
+
+    code = "engine_removed"
 
 
 class TooManyConnections(Busy):

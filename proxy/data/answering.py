@@ -15,8 +15,9 @@ from proxy.core import routes
 from proxy.core.abort_ids import count_streamed
 from proxy.core.failures import Failure, Kind
 from proxy.core.refusals import refusal_event
+from proxy.data.outcome import error_for
 from proxy.data.stages import Phase
-from proxy.errors import EngineBroken
+from proxy.errors import EngineBroken, FleetgateError
 
 if TYPE_CHECKING:
     from proxy.core.framing import RequestHead
@@ -113,7 +114,9 @@ class Answering:
     def broke_off(self, failure: Failure) -> None:
         """The answer broke off after bytes went out: make it visible, never let it pass for a whole one."""
         name = self.last_engine.id if self.last_engine is not None else "?"
-        error = EngineBroken(f"engine {name} broke off its answer: {failure.detail}")
+        error: FleetgateError = EngineBroken(f"engine {name} broke off its answer: {failure.detail}")
+        if failure.kind is Kind.REMOVED:
+            error = error_for(failure)
         if self.client.in_tunnel:
             self.client.cut(hard=True)
         else:

@@ -265,7 +265,7 @@ class Exchange(Answering):
         """Whether the request may still go to this engine: asked after the connection to it was made."""
         if not self.generation:
             return True
-        return engine.eligible and not self.plane.gate.closed
+        return engine.eligible and engine.id in self.plane.fleet.engines and not self.plane.gate.closed
 
     def withdrawn(self) -> None:
         """The attempt ended before anything was sent, through nobody's fault."""
