@@ -202,7 +202,12 @@ class Settings(BaseSettings):
     hold_timeout: float = Field(600.0, gt=0, description="Seconds a request is held at most.")
     max_held_requests: int = Field(16_384, ge=0, description="Requests held at once.")
     max_held_bytes: int = Field(1 << 30, ge=0, description="Bytes of bodies held at once.")
-    hold_ping: float = Field(0.0, ge=0, description="Seconds between SSE comments to held streams; 0: none.")
+    hold_ping: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds between SSE comments to held streams; 0: none. The first one sends the answer's head, so "
+        "that cannot name engine, weight version and attempts, and a refusal comes as an error event of a 200.",
+    )
     pause_warn: float = Field(300.0, gt=0, description="Seconds after which a pause is logged and a gauge rises.")
     max_pause: float = Field(0.0, ge=0, description="Seconds after which the proxy resumes by itself; 0: never.")
     pause_watch_interval: float = Field(

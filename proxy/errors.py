@@ -22,11 +22,12 @@ FleetgateError
 │   ├── HoldQueueFull          503  no place left to hold it
 │   ├── Overloaded             503  every engine refused for load, the retry budget is spent
 │   ├── NoEngine               503  no engine lives that could take a request that is not held
+│   ├── EngineRemoved          503  its engine left the fleet before the answer was whole
 │   ├── TooManyConnections     503
 │   └── ShuttingDown           503
 ├── EngineFault            an engine failed and the request could not be saved by another try
 │   ├── EngineUnreachable      502  no engine accepted a connection
-│   ├── EngineBroken           502  an engine broke off or answered what is not HTTP
+│   ├── EngineBroken           502  an engine broke off or answered what cannot be passed on
 │   └── EngineTimeout          504
 └── ControlFault           a control call; never 500, 502, 503 or 504, because trainers re-send those
     ├── Conflict               409  not now: another life-cycle call, a lost group member, a sleeping engine
@@ -247,6 +248,12 @@ class NoEngine(Busy):
     code = "no_engine"
 
 
+class EngineRemoved(Busy):
+    """The engine was removed from the fleet before its answer was whole."""
+
+    code = "engine_removed"
+
+
 class TooManyConnections(Busy):
     """More client connections than the limit."""
 
@@ -276,7 +283,7 @@ class EngineUnreachable(EngineFault):
 
 
 class EngineBroken(EngineFault):
-    """An engine broke off its answer, or answered what is not HTTP."""
+    """An engine broke off its answer, or answered what cannot be passed on."""
 
     code = "engine_broken"
 

@@ -28,6 +28,8 @@ class Kind(StrEnum):
     """The engine refused because generation is paused, in any of the forms vLLM has."""
     BUSY = "busy"
     """The engine refused for load, as a 503 or as the first event of a 200."""
+    REMOVED = "removed"
+    """The engine was taken out of the fleet, and the proxy ended what it still ran."""
     FAILED = "failed"
     """The engine answered an internal error (500), as a status or as the first event of a 200."""
 

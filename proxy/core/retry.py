@@ -6,6 +6,7 @@
 | reused connection died, no byte came  | had closed it while idle      | again at once on a fresh one, any method    |
 | fresh connection died, no byte came   | may have begun                | another engine, if running it twice is safe |
 | no byte in time, or no HTTP           | may have begun                | likewise                                    |
+| it left the fleet meanwhile           | may have begun                | likewise                                    |
 | cut before its first event            | paused (``/v1/responses``)    | wait for the gate; else as above            |
 | "generation is paused", any form      | did nothing                   | wait for the gate, free of charge           |
 | refused for load                      | did nothing                   | another engine, then with back-off          |
@@ -180,7 +181,7 @@ def decide(
         return Decision(Action.RELAY)
     if kind is Kind.BUSY:
         return _after_refusal(failure, facts, budget=budget, backoff=backoff, now=now, max_wait=max_wait)
-    # LOST, TIMEOUT, BROKEN, CUT, FAILED with a dead engine: it may have run, or did.
+    # LOST, TIMEOUT, BROKEN, CUT, REMOVED, FAILED with a dead engine: it may have run, or did.
     give_up = Decision(Action.RELAY if facts.has_answer else Action.FAIL)
     if not facts.repeatable or facts.attempts >= facts.max_attempts:
         return give_up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import orjson
 
@@ -105,19 +106,27 @@ def label(path: bytes) -> str:
 
 
 def error_event(kind: Dialect, *, message: str, error_type: str, code: str, status: int) -> bytes:
-    """One error as an event of the route's own stream protocol.
+    """One error of the proxy's own as an event of the route's stream protocol."""
+    if kind is Dialect.RESPONSES:
+        return as_event(kind, {"message": message, "param": None, "code": code})
+    if kind is Dialect.ANTHROPIC:
+        error_type = "api_error"
+    return as_event(kind, {"message": message, "type": error_type, "param": code, "code": status})
+
+
+def as_event(kind: Dialect, error: dict[str, Any]) -> bytes:
+    """An error object of the OpenAI kind as an event of a route's stream protocol.
 
     OpenAI routes: what vLLM itself sends, ``data: {"error": {...}}``. Messages: ``event: error`` with the Anthropic
     error object. Responses: an ``error`` event of the Responses stream. Cohere: a last event with the reason ``ERROR``.
     """
     if kind is Dialect.ANTHROPIC:
-        body = {"type": "error", "error": {"type": "api_error", "message": message}}
+        body = {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
         return b"event: error\ndata: " + orjson.dumps(body) + b"\n\n"
     if kind is Dialect.COHERE:
-        end = {"type": "message-end", "delta": {"error": message, "finish_reason": "ERROR"}}
+        end = {"type": "message-end", "delta": {"error": error["message"], "finish_reason": "ERROR"}}
         return b"data: " + orjson.dumps(end) + b"\n\n"
     if kind is Dialect.RESPONSES:
-        failed = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
-        return b"event: error\ndata: " + orjson.dumps(failed) + b"\n\n"
-    error = {"message": message, "type": error_type, "param": code, "code": status}
+        failed = {"type": "error", "code": str(error["code"]), "message": error["message"], "param": error["param"]}
+        return b"event: error\ndata: " + orjson.dumps(failed | {"sequence_number": 0}) + b"\n\n"
     return b"data: " + orjson.dumps({"error": error}) + b"\n\n"

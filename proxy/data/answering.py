@@ -11,9 +11,13 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from proxy.core import routes
 from proxy.core.abort_ids import count_streamed
 from proxy.core.failures import Failure, Kind
+from proxy.core.refusals import refusal_event
+from proxy.data.outcome import error_for
 from proxy.data.stages import Phase
+from proxy.errors import EngineBroken, FleetgateError
 
 if TYPE_CHECKING:
     from proxy.core.framing import RequestHead
@@ -76,13 +80,23 @@ class Answering:
         self.body = []
         relay = self.relay
         if relay.pinging and not (stream and head.status == 200):
-            # 200 went out with the first ping, so the engine's error can only be said as an event.
-            message = f"the engine answered status {head.status} after the request had been held"
-            relay.cut(message, code="engine_error", status=502)
-            self._over(head.status)
+            self._refused_late(head)
             return
         relay.stream = stream
         relay.begin(head, more=more)
+
+    def _refused_late(self, head: Head) -> None:
+        """200 went out with the first ping, so that another answer can only be said as an event."""
+        attempt = self.attempt
+        assert attempt is not None
+        if head.status >= 400:
+            kind = routes.dialect(self.head.path)
+            self.relay.end_with(refusal_event(kind, head.status, b"".join(attempt.gathered)))
+            self._over(head.status)
+            return
+        error = EngineBroken(f"engine {attempt.engine.id} answered status {head.status} and no stream, after pings")
+        self.relay.cut(error)
+        self._over(error.status)
 
     def finished(self) -> None:
         """The engine's answer has gone out to its end."""
@@ -99,14 +113,17 @@ class Answering:
 
     def broke_off(self, failure: Failure) -> None:
         """The answer broke off after bytes went out: make it visible, never let it pass for a whole one."""
+        name = self.last_engine.id if self.last_engine is not None else "?"
+        error: FleetgateError = EngineBroken(f"engine {name} broke off its answer: {failure.detail}")
+        if failure.kind is Kind.REMOVED:
+            error = error_for(failure)
         if self.client.in_tunnel:
             self.client.cut(hard=True)
         else:
-            name = self.last_engine.id if self.last_engine is not None else "?"
             if self.last_engine is not None:
                 self.plane.broke(self.last_engine, failure)
-            self.relay.cut(f"engine {name} broke off its answer: {failure.detail}", code="engine_broken", status=502)
-        self._over(502)
+            self.relay.cut(error)
+        self._over(error.status)
 
     def tunnel_closed(self) -> None:
         """The engine closed a WebSocket's connection."""

@@ -37,6 +37,7 @@ _JUDGING = Stage.JUDGING
 _RELAYING = Stage.RELAYING
 _TUNNEL = Stage.TUNNEL
 _OVER = Stage.OVER
+_TELLING = (500, 503, 529)  # Their bodies have to tell what they mean.
 
 
 class Attempt:
@@ -50,8 +51,7 @@ class Attempt:
     __slots__ = (
         "_broken",
         "_ended",
-        "_pending",
-        "_pending_size",
+        "_gathered_size",
         "_stream",
         "_task",
         "_timer",
@@ -59,6 +59,7 @@ class Attempt:
         "conn",
         "engine",
         "exchange",
+        "gathered",
         "head",
         "heard",
         "peek",
@@ -76,8 +77,8 @@ class Attempt:
         self.uploading = False
         self.heard = 0.0
         self._stream = False
-        self._pending: list[bytes] = []
-        self._pending_size = 0
+        self.gathered: list[bytes] = []
+        self._gathered_size = 0
         self._ended = False
         self._broken: Failure | None = None
         self._task: asyncio.Task[None] | None = None
@@ -91,7 +92,7 @@ class Attempt:
     @property
     def has_answer(self) -> bool:
         """Whether the engine gave an answer that could go to the client."""
-        return self.head is not None and bool(self._pending)
+        return self.head is not None and bool(self.gathered)
 
     # Towards the engine
 
@@ -150,7 +151,8 @@ class Attempt:
         connection.send(self, data, bodyless_answer=exchange.head.method == b"HEAD", open_body=self.uploading)
         settings = exchange.plane.settings
         if settings.first_byte_timeout:
-            self._timer = exchange.client.loop.call_later(settings.first_byte_timeout, self._silent)
+            loop = exchange.client.loop
+            self._timer = loop.call_later(settings.first_byte_timeout, self._silent, loop.time())
         if self.uploading:
             exchange.client.resume_reading()
 
@@ -166,24 +168,22 @@ class Attempt:
                 self.conn.write(b"0\r\n\r\n")
             self.conn.request_open = False
 
-    def _silent(self) -> None:
-        """A limit on the engine's silence struck: to its first byte, or between two bytes."""
+    def _silent(self, since: float) -> None:
+        """A limit on the engine's silence struck, to its first byte or between two; none before ``since`` counts."""
         self._timer = None
-        exchange = self.exchange
-        if self.stage is _WAITING:
-            limit = exchange.plane.settings.first_byte_timeout
-            failure = Failure(Kind.TIMEOUT, f"no answer byte within {limit:g} s")
+        client, plane = self.exchange.client, self.exchange.plane
+        waiting = self.stage is _WAITING
+        limit = plane.settings.first_byte_timeout if waiting else plane.settings.read_timeout
+        now = client.loop.time()
+        left = max(since, self.heard, plane.gate.opened_at) + limit - now
+        if plane.gate.closed or self.engine.paused or self.conn is None or not client.taking:
+            # Frozen by a pause, or held back by its own client: not the engine's silence, and that may last until then.
+            left, since = limit, now + limit
+        if left > 0:
+            self._timer = client.loop.call_later(left, self._silent, since)
         else:
-            limit = exchange.plane.settings.read_timeout
-            left = self.heard + limit - exchange.client.loop.time()
-            if exchange.plane.gate.closed or self.conn is None or not exchange.client.taking:
-                # Frozen by a pause, or held back by its own client: that silence is not the engine's.
-                left = limit
-            if left > 0:
-                self._timer = exchange.client.loop.call_later(left, self._silent)
-                return
-            failure = Failure(Kind.CUT, f"no further answer byte within {limit:g} s")
-        self.give_up(failure)
+            what = "answer byte" if waiting else "further answer byte"
+            self.give_up(Failure(Kind.TIMEOUT if waiting else Kind.CUT, f"no {what} within {limit:g} s"))
 
     def give_up(self, failure: Failure) -> None:
         """The engine will not go on with this, though its connection does not say so."""
@@ -211,13 +211,13 @@ class Attempt:
             return
         self._stream = head.fields().stream
         if plane.settings.read_timeout:
-            self._timer = exchange.client.loop.call_later(plane.settings.read_timeout, self._silent)
+            self._timer = exchange.client.loop.call_later(plane.settings.read_timeout, self._silent, self.heard)
         if exchange.generation:
             if head.status == 200 and self._stream:
                 self.peek = FirstEvent(plane.settings.peek_limit)
                 self.stage = _PEEKING
                 return
-            if head.status in (500, 503, 529):
+            if head.status in _TELLING or (head.status >= 400 and exchange.relay.pinging):
                 self.stage = _COLLECTING
                 return
         conn = self.conn
@@ -237,13 +237,13 @@ class Attempt:
             if verdict is not _MORE:
                 self._peeked(peek, verdict)
         elif stage in (_COLLECTING, _JUDGING):
-            self._pending.append(data)
-            self._pending_size += len(data)
-            if stage is _COLLECTING and self._pending_size > exchange.plane.settings.peek_limit:
+            self.gathered.append(data)
+            self._gathered_size += len(data)
+            if stage is _COLLECTING and self._gathered_size > exchange.plane.settings.peek_limit:
                 self.relay()
 
     def _peeked(self, peek: FirstEvent, verdict: Verdict) -> None:
-        self._pending = [peek.held]
+        self.gathered = [peek.held]
         if verdict is Verdict.ERROR and peek.error is not None and peek.error.kind is not None:
             self._engine_error(peek.error)
         else:
@@ -258,7 +258,8 @@ class Attempt:
             self.exchange.finished()
         elif stage is _COLLECTING:
             assert self.head is not None
-            error = read_error(b"".join(self._pending), status=self.head.status)
+            status = self.head.status
+            error = read_error(b"".join(self.gathered), status=status) if status in _TELLING else None
             if error is not None and error.kind is not None:
                 self._engine_error(error)
             else:
@@ -326,13 +327,13 @@ class Attempt:
         """What was looked at belongs to the client: pass it on, and the rest as it comes."""
         head = self.head
         assert head is not None
-        pending = self._pending
-        self._pending = []
+        pending = self.gathered
         self.peek = None
         whole = self._ended or self._broken is not None or (self.conn is not None and self.conn.has_more)
         self._relay_head(head, more=whole or bool(pending))
         if self.stage is not _RELAYING:
             return
+        self.gathered = []
         if pending:
             self.exchange.relay.data(b"".join(pending), self.heard, whole)
         if self._broken is not None:
@@ -394,6 +395,6 @@ class Attempt:
         if self._task is not None:
             self._task.cancel()
             self._task = None
-        self._pending = []
+        self.gathered = []
         self.engine.inflight -= 1
         self.exchange.slot_freed()

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import socket
 import struct
+import sys
+import termios
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -23,8 +27,24 @@ LINGER = 2.0
 """Seconds for which what a refused client still sends is read and dropped. Closing with unread bytes would send a
 reset, and that can take the answer with it before the client has read it (RFC 9112 section 9.6)."""
 _RESET = struct.pack("ii", 1, 0)
+_COUNT = struct.Struct("i")
 _OPEN_STATES = frozenset({1, 2, 3})
 """TCP_ESTABLISHED, TCP_SYN_SENT, TCP_SYN_RECV of the kernel's ``tcp_states.h``."""
+
+
+def unread(transport: asyncio.Transport) -> int:
+    """Bytes written that the client's side has not taken yet: the transport's, and the kernel's where that tells.
+
+    The kernel takes more from the transport only once much of its own buffer is free, which a slow reader of a big one
+    needs minutes for.
+    """
+    left = transport.get_write_buffer_size()
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        # ValueError: uvloop closed the descriptor and has not told us yet.
+        with contextlib.suppress(OSError, ValueError):
+            left += _COUNT.unpack(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, _COUNT.pack(0)))[0]
+    return left
 
 
 class ClientConnection(asyncio.Protocol):
@@ -42,7 +62,6 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_end_timer",
         "_server",
-        "_stall_left",
         "_stall_timer",
         "closing",
         "loop",
@@ -63,7 +82,6 @@ class ClientConnection(asyncio.Protocol):
         self.taking = True
         self.reading_paused = False
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._stall_left = 0
         self._end_timer: asyncio.TimerHandle | None = None
 
     def opened(self, transport: asyncio.BaseTransport) -> None:
@@ -97,9 +115,8 @@ class ClientConnection(asyncio.Protocol):
         """The client reads slower than is written: it may do so for a while only."""
         self.taking = False
         if self._stall_timer is None and self.transport is not None:
-            self._stall_left = self.transport.get_write_buffer_size()
             limit = self._server.plane.settings.stalled_client_timeout
-            self._stall_timer = self.loop.call_later(limit, self._stalled)
+            self._stall_timer = self.loop.call_later(limit, self._stalled, unread(self.transport))
 
     def caught_up(self) -> None:
         """The client read enough."""
@@ -108,18 +125,21 @@ class ClientConnection(asyncio.Protocol):
             self._stall_timer.cancel()
             self._stall_timer = None
 
-    def _stalled(self) -> None:
+    def _stalled(self, before: int) -> None:
         self._stall_timer = None
-        if self.transport is None:
-            return
-        left = self.transport.get_write_buffer_size()
+        if self.transport is not None:
+            self._stall_timer = self._again_if_less(before, self._stalled)
+
+    def _again_if_less(self, before: int, look: Callable[[int], None]) -> asyncio.TimerHandle | None:
+        """Look once more after the limit if the client read something since ``before`` bytes were left; else cut it."""
+        assert self.transport is not None
+        left = unread(self.transport)
         limit = self._server.plane.settings.stalled_client_timeout
-        if left < self._stall_left:
-            self._stall_left = left
-            self._stall_timer = self.loop.call_later(limit, self._stalled)
-            return
+        if left < before:
+            return self.loop.call_later(limit, look, left)
         _log.warning("client %s read nothing for %g s; its connection is cut", self.peer.decode("latin-1"), limit)
         self.reset()
+        return None
 
     # The end
 
@@ -165,17 +185,16 @@ class ClientConnection(asyncio.Protocol):
         if self._end_timer is None:
             self._end_timer = self.loop.call_later(seconds, self._end)
 
-    def _end(self) -> None:
+    def _end(self, before: int = sys.maxsize) -> None:
         """A slow reader gets longer as long as it reads."""
         self._end_timer = None
         transport = self.transport
         if transport is None:
             return
         if transport.get_write_buffer_size():
-            limit = self._server.plane.settings.stalled_client_timeout
-            self._end_timer = self.loop.call_later(limit, transport.abort)
-            return
-        transport.abort()
+            self._end_timer = self._again_if_less(before, self._end)
+        else:
+            transport.abort()
 
     # Reading
 

@@ -265,7 +265,7 @@ class Exchange(Answering):
         """Whether the request may still go to this engine: asked after the connection to it was made."""
         if not self.generation:
             return True
-        return engine.eligible and not self.plane.gate.closed
+        return engine.eligible and engine.id in self.plane.fleet.engines and not self.plane.gate.closed
 
     def withdrawn(self) -> None:
         """The attempt ended before anything was sent, through nobody's fault."""
@@ -347,7 +347,7 @@ class Exchange(Answering):
         if self.phase is _DONE:
             return
         if self.relay.begun:
-            self.relay.cut(error.message, code=error.code, status=error.status)
+            self.relay.cut(error)
         else:
             self._drop_attempt()
             self.client.answer_begun()

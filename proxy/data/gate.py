@@ -78,6 +78,8 @@ class Gate:
         self.closed = False
         self.closed_by = ""
         self.closed_since = 0.0
+        self.opened_at = 0.0
+        """Loop time at which it last opened; what an engine froze for a pause goes on from here."""
         self.on_hold_end: Callable[[float, str], None] | None = None
         """Called with the seconds a request was held and how that ended: ``sent``, ``gone``, or an error code."""
         self.on_change: Callable[[bool], None] | None = None
@@ -110,7 +112,8 @@ class Gate:
         if not self.closed:
             return
         self.closed = False
-        seconds = asyncio.get_running_loop().time() - self.closed_since
+        self.opened_at = asyncio.get_running_loop().time()
+        seconds = self.opened_at - self.closed_since
         _log.info("gate opened after %.3f s, %d requests held", seconds, self.held)
         self.closed_by = ""
         if self.on_change is not None:
@@ -138,14 +141,9 @@ class Gate:
             self._refuse(waiter, self._timeout_error(waiter))
             return
         if not front:
-            full = ""
-            if self.held >= self._max_requests:
-                full = f"{self._max_requests} requests"
-            elif self.held_bytes + waiter.held_bytes > self._max_bytes:
-                full = f"{self._max_bytes} bytes of requests"
+            full = self._full_for(waiter)
             if full:
-                message = f"{full} are held already while {self._why()}; try again later"
-                self._refuse(waiter, HoldQueueFull(message, retry_after=RETRY_AFTER))
+                self._refuse(waiter, HoldQueueFull(full, retry_after=RETRY_AFTER))
                 return
         waiter.hold_timer = loop.call_later(remaining, self._expire, waiter)
         if front:
@@ -156,6 +154,19 @@ class Gate:
         # A request that came back must not sleep through an opening that already happened.
         if not self.closed:
             self.pump()
+
+    def _full_for(self, waiter: Waiter) -> str:
+        """Which limit a new request would be over, for its client; empty if it is over none."""
+        size, most = waiter.held_bytes, self._max_bytes
+        if size > most:
+            return f"its body of {size} bytes is over the {most} that may be held while {self._why()}; try again later"
+        if self.held >= self._max_requests:
+            full = f"{self.held} requests"
+        elif self.held_bytes + size > most:
+            full = f"{self.held_bytes} of {most} bytes of requests"
+        else:
+            return ""
+        return f"{full} are held already while {self._why()}; try again later"
 
     def _holds(self, waiter: Waiter) -> bool:
         return waiter in self._queue or self._place(waiter) >= 0

@@ -8,7 +8,7 @@ from proxy.core import routes
 from proxy.core.failures import Failure, Kind
 from proxy.core.retry import Decision, Facts, decide
 from proxy.core.sse import EngineError
-from proxy.errors import EngineBroken, EngineTimeout, EngineUnreachable, FleetgateError, Overloaded
+from proxy.errors import EngineBroken, EngineRemoved, EngineTimeout, EngineUnreachable, FleetgateError, Overloaded
 
 if TYPE_CHECKING:
     from proxy.data.attempt import Attempt
@@ -90,5 +90,7 @@ def error_for(failure: Failure) -> FleetgateError:
             return EngineTimeout(failure.detail)
         case Kind.BUSY | Kind.PAUSED:
             return Overloaded(failure.detail, retry_after=RETRY_AFTER)
+        case Kind.REMOVED:
+            return EngineRemoved(failure.detail, retry_after=RETRY_AFTER)
         case _:
             return EngineBroken(failure.detail)

@@ -272,6 +272,7 @@ class DataPlane:
             self.outliers.forget(details["engine"])
             self.balancer.forget(details["engine"])
         elif kind == "engine_removed":
+            self._removed(details["engine"])
             self.outliers.forget(details["engine"])
         elif kind == "control_call" and self._caches.empties(details["call"], details.get("query", "")):
             for name in details["legs"]:
@@ -289,6 +290,19 @@ class DataPlane:
                 attempt = exchange.attempt
                 if attempt is not None and attempt.engine is engine:
                     attempt.give_up(Failure(Kind.LOST, f"the engine has been down for {limit:g} s"))
+
+    def _removed(self, name: str) -> None:
+        """An engine left the fleet: what it still has ends here, before its connections end as if by themselves."""
+        failure = Failure(Kind.REMOVED, f"engine {name} was removed from the fleet before its answer was whole")
+        left = [
+            exchange.attempt
+            for exchange in self.tracker.all()
+            if exchange.attempt is not None and exchange.attempt.engine.id == name
+        ]
+        if left:
+            _log.warning("engine %s was removed; %d requests that it had are cut or sent elsewhere", name, len(left))
+        for attempt in left:
+            attempt.give_up(failure)
 
     def broke(self, engine: Engine, failure: Failure) -> None:
         """A request broke at an engine: after several in a row it is left out for a while."""

@@ -16,6 +16,7 @@ from proxy.data.flood import BURST
 if TYPE_CHECKING:
     from proxy.data.exchange import Exchange
     from proxy.data.upstream import Head
+    from proxy.errors import FleetgateError
 
 TAIL = 512
 """Bytes of the end of an answer kept where only the end of the connection delimits it."""
@@ -106,7 +107,7 @@ class Relay:
     def ping(self) -> None:
         """Keep a held stream's connection busy with an SSE comment, which clients skip.
 
-        The first one commits the answer to 200 and an event stream.
+        The first one commits the answer to 200 and an event stream, whose head says nothing of an engine.
         """
         if not self.pinging:
             self.pinging = True
@@ -129,10 +130,11 @@ class Relay:
         client = exchange.client
         plane = exchange.plane
         parts: list[bytes] = [b"HTTP/1.1 %d " % status, reason, b"\r\n", *lines]
-        if exchange.engine is not None:
-            parts += (b"X-Fleetgate-Engine: ", exchange.engine.id.encode("ascii"), b"\r\n")
-        version = exchange.version or plane.version_header()
-        parts += (b"X-Fleetgate-Weight-Version: ", version, b"\r\nX-Fleetgate-Attempts: %d\r\n" % exchange.attempts)
+        engine = exchange.engine
+        if engine is not None:
+            # With a first ping nobody knows yet who will answer, from which weights, after how many attempts.
+            parts += (b"X-Fleetgate-Engine: ", engine.id.encode("ascii"), b"\r\nX-Fleetgate-Weight-Version: ")
+            parts += (exchange.version, b"\r\nX-Fleetgate-Attempts: %d\r\n" % exchange.attempts)
         if not has_id:
             parts += (b"X-Request-Id: ", exchange.id_bytes, b"\r\n")
         if self._chunked:
@@ -229,8 +231,15 @@ class Relay:
         elif self._unsent:
             self._out(b"", more=False)
 
-    def cut(self, message: str, *, code: str, status: int) -> None:
+    def cut(self, error: FleetgateError) -> None:
         """The answer broke off: say so in the stream's own protocol where one has begun, then cut the connection."""
+        kind = routes.dialect(self._exchange.head.path)
+        self.end_with(
+            routes.error_event(kind, message=error.message, error_type=error.kind, code=error.code, status=error.status)
+        )
+
+    def end_with(self, event: bytes) -> None:
+        """Write a last event, an error, where a stream has begun, then cut the connection."""
         exchange = self._exchange
         if self._unsent:
             self._out(b"", more=False)
@@ -238,12 +247,5 @@ class Relay:
             # JSON, or a stream of a stated length, which more bytes could make look complete.
             exchange.client.cut(hard=True)
             return
-        event = routes.error_event(
-            routes.dialect(exchange.head.path),
-            message=message,
-            error_type="BadGatewayError" if status != 503 else "ServiceUnavailableError",
-            code=code,
-            status=status,
-        )
         self.write(event if ends_event(self._tail) else b"\n\n" + event)
         exchange.client.cut()

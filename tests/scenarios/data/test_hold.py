@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from proxy.app import App
 from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes
 from tests.tools.fault_scripts import echo, reply, sse
-from tests.tools.rig import Client, ask, eventually, get, post, proxy_for
+from tests.tools.rig import Client, Reply, ask, eventually, get, post, proxy_for
 
 BODY = b'{"prompt":"x"}'
 
@@ -112,6 +113,7 @@ async def test_limits_by_number_and_bytes() -> None:
         first = asyncio.ensure_future(ask(app.url, post("/v1/completions", b"x" * 600)))
         await eventually(lambda: app.plane.gate.held == 1)
         got = await ask(app.url, post("/v1/completions", b"x" * 600))
+        assert b"600 of 1000 bytes" in got.body
         assert (got.status, got.field("X-Fleetgate-Error")) == (503, "hold_queue_full")
         assert int(got.field("Retry-After") or 0) > 0
         assert json.loads(got.body)["error"]["code"] == "hold_queue_full"
@@ -200,21 +202,55 @@ async def test_pings_keep_a_held_stream_busy_and_the_answer_is_unchanged() -> No
             assert not any(lines[:-1])
 
 
-async def test_after_pings_a_refusal_is_an_error_event_and_a_cut() -> None:
-    bad = answer_bytes(400, b'{"error":{"message":"no","code":400}}')
-    async with (
-        FaultEngine(reply(bad)) as engine,
-        proxy_for(engine, hold_ping=0.03) as app,
-        Client.to(app.url) as client,
-    ):
+async def pinged(app: App, path: str) -> Reply:
+    """The answer to a stream that was held until it had got a ping."""
+    async with Client.to(app.url) as client:
         app.plane.gate.close("a trainer")
-        await client.send(post("/v1/completions", b'{"stream": true}'))
+        await client.send(post(path, b'{"stream": true}'))
         await eventually(lambda: b": held" in bytes(client.reader._buffer))
+        app.fleet.version = "v2"
         app.plane.gate.open()
-        got = await client.reply()
+        return await client.reply()
+
+
+async def test_a_pinged_answer_claims_no_version_engine_or_attempts() -> None:
+    async with FaultEngine(reply(sse(b"data: [DONE]\n\n"))) as engine, proxy_for(engine, hold_ping=0.03) as app:
+        app.fleet.version = "v1"
+        got = await pinged(app, "/v1/completions")
+        assert (got.status, got.complete) == (200, True)
+        assert got.field("X-Request-Id")
+        for name in ("X-Fleetgate-Weight-Version", "X-Fleetgate-Engine", "X-Fleetgate-Attempts"):
+            assert got.field(name) is None
+
+
+REFUSAL = "max_tokens must be at least 1, got 0."
+REFUSED = {"message": REFUSAL, "type": "BadRequestError", "param": "max_tokens", "code": 400}
+
+
+@pytest.mark.parametrize("status", [400, 429, 500])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_after_pings_a_refusal_is_the_engines_own_error_as_an_event_and_a_cut(path: str, status: int) -> None:
+    said = REFUSED | {"code": status}
+    sent: dict[str, object] = {"error": said}
+    wanted: dict[str, object] = {"error": said}
+    if path == "/v1/messages":
+        sent = wanted = {"type": "error", "error": {"type": "invalid_request_error", "message": REFUSAL}}
+    elif path == "/v1/responses":
+        wanted = {"type": "error", "code": str(status), "message": REFUSAL, "param": "max_tokens", "sequence_number": 0}
+    bad = reply(answer_bytes(status, json.dumps(sent, indent=1).encode()))
+    async with FaultEngine(bad) as engine, proxy_for(engine, hold_ping=0.03) as app:
+        got = await pinged(app, path)
         assert not got.complete
-        assert b'"error"' in got.body
-        assert b"400" in got.body
+        assert json.loads(got.body.rpartition(b"data: ")[2]) == wanted
+        assert len(engine.requests) == 1
+
+
+async def test_after_pings_an_answer_that_is_no_stream_is_an_error_of_the_proxys_own() -> None:
+    async with FaultEngine(reply(answer_bytes(200, b"{}"))) as engine, proxy_for(engine, hold_ping=0.03) as app:
+        got = await pinged(app, "/v1/completions")
+        assert not got.complete
+        error = json.loads(got.body.rpartition(b"data: ")[2])["error"]
+        assert (error["code"], error["param"]) == (502, "engine_broken")
 
 
 async def test_a_pinged_client_of_http_1_0_is_told_of_the_limit_and_reset() -> None:

@@ -47,6 +47,8 @@ ROWS: list[tuple[Kind, Facts, Action]] = [
     (Kind.LOST, replace(GENERATION, attempts=6), Action.FAIL),
     (Kind.LOST, replace(MODELS, others_left=False), Action.FAIL),
     (Kind.TIMEOUT, GENERATION, Action.AGAIN),
+    (Kind.REMOVED, GENERATION, Action.AGAIN),
+    (Kind.REMOVED, UNKNOWN_POST, Action.FAIL),
     (Kind.BROKEN, GENERATION, Action.AGAIN),
     (Kind.CUT, GENERATION, Action.AGAIN),
     (Kind.CUT, replace(GENERATION, engine_paused=True), Action.HOLD),

@@ -179,6 +179,27 @@ async def test_limits_by_number_and_bytes_count_only_against_new_ones() -> None:
     assert rig.gate.held_bytes == 110
 
 
+@pytest.mark.parametrize(
+    ("held", "size", "says", "not_"),
+    [
+        ([], 11, "its body of 11 bytes is over the 10 that may be held", "already"),
+        ([6], 5, "6 of 10 bytes of requests are held already", "over"),
+        ([1, 1, 1], 1, "3 requests are held already", "bytes"),
+    ],
+)
+async def test_a_refusal_says_what_is_true(held: list[int], size: int, says: str, not_: str) -> None:
+    rig = Rig(requests=3, size=10)
+    rig.gate.close("a trainer")
+    for order, bytes_held in enumerate(held):
+        rig.gate.hold(Held(order, bytes_held))
+    refused = Held(9, size)
+    rig.gate.hold(refused)
+    assert refused.error is not None
+    assert (refused.error.code, refused.error.retry_after) == ("hold_queue_full", 5)
+    assert says in refused.error.message
+    assert not_ not in refused.error.message
+
+
 @pytest.mark.parametrize("front", [False, True])
 async def test_leaving_frees_the_place_once(front: bool) -> None:
     rig = Rig()
@@ -228,5 +249,8 @@ async def test_closing_twice_keeps_the_first_time_and_tells_once() -> None:
     rig.gate.close("b")
     assert rig.gate.closed_since == since
     rig.gate.open()
+    opened = rig.gate.opened_at
+    assert opened >= since
     rig.gate.open()
+    assert rig.gate.opened_at == opened
     assert told == [True, False]

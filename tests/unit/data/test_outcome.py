@@ -7,7 +7,7 @@ import pytest
 from proxy.core.failures import Failure, Kind
 from proxy.data.outcome import error_for
 
-STATUS = {Kind.CONNECT: 502, Kind.TIMEOUT: 504, Kind.BUSY: 503, Kind.PAUSED: 503}
+STATUS = {Kind.CONNECT: 502, Kind.TIMEOUT: 504, Kind.BUSY: 503, Kind.PAUSED: 503, Kind.REMOVED: 503}
 
 
 @pytest.mark.parametrize("kind", list(Kind))

@@ -11,6 +11,7 @@ from proxy.core.framing import RequestHead
 from proxy.data.connection import Head
 from proxy.data.flood import BURST, Flood
 from proxy.data.relay import JOINED, Relay
+from proxy.errors import EngineBroken, EngineTimeout, FleetgateError, HoldTimeout, RequestAborted
 
 
 class Client:
@@ -114,7 +115,7 @@ def test_what_waits_leaves_before_a_cut() -> None:
     relay, client = rig()
     relay.stream = True
     relay.begin(head(chunked=True), more=True)
-    relay.cut("gone", code="engine_broken", status=502)
+    relay.cut(EngineBroken("gone"))
     assert b"200 OK" in client.writes[0]
     assert b"gone" in b"".join(client.writes)
     assert client.cuts == [False]
@@ -160,7 +161,7 @@ def test_only_a_stream_without_a_length_can_say_that_it_broke_off(
     relay.begin(answer)
     relay.data(sent, 1.0)
     before = len(client.writes)
-    relay.cut("gone", code="engine_broken", status=502)
+    relay.cut(EngineBroken("gone"))
     assert client.cuts == [hard]
     said = b"".join(client.writes[before:])
     assert (b'"error"' in said) is not hard
@@ -201,6 +202,35 @@ def test_the_first_ping_commits_to_a_stream_and_the_head_is_not_sent_twice() -> 
     assert everything.count(b": held\n\n") == 2
     assert b"text/event-stream" in client.writes[0]
     assert everything.endswith(b"a\r\ndata: {}\n\n\r\n0\r\n\r\n")
+
+
+def test_a_ping_claims_nothing_that_is_not_known_before_an_engine_has_the_request() -> None:
+    relay, client = rig()
+    exchange: Any = relay._exchange
+    exchange.engine = None
+    relay.ping()
+    assert b"X-Request-Id: id" in client.writes[0]
+    for name in (b"X-Fleetgate-Engine", b"X-Fleetgate-Weight-Version", b"X-Fleetgate-Attempts"):
+        assert name not in client.writes[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (EngineBroken("m"), "BadGatewayError"),
+        (EngineTimeout("m"), "GatewayTimeoutError"),
+        (HoldTimeout("m"), "ServiceUnavailableError"),
+        (RequestAborted("m"), "BadRequestError"),
+    ],
+)
+def test_an_error_inside_a_stream_is_the_one_that_a_whole_answer_would_tell(error: FleetgateError, kind: str) -> None:
+    relay, client = rig()
+    relay.ping()
+    relay.cut(error)
+    said = b"".join(client.writes)
+    assert b'"type":"%b"' % kind.encode() in said
+    assert b'"code":%d' % error.status in said
+    assert b'"param":"%b"' % error.code.encode() in said
 
 
 class Timers:
@@ -284,7 +314,7 @@ def test_a_cut_takes_along_what_waits() -> None:
     relay, client, loop, _ = stream()
     flood(relay, loop, BURST + 2)
     client.writes.clear()
-    relay.cut("gone", code="engine_broken", status=502)
+    relay.cut(EngineBroken("gone"))
     assert client.writes[0] == b"1\r\nx\r\n"
     assert b"engine_broken" in b"".join(client.writes[1:])
 
@@ -338,7 +368,7 @@ def test_a_cut_stream_tells_its_error_unless_the_client_was_told_a_length(
     relay.stream = True
     relay.begin(head(length=length, chunked=chunked))
     relay.data(b"data: 1\n\n", 1.0)
-    relay.cut("gone", code="engine_broken", status=502)
+    relay.cut(EngineBroken("gone"))
     assert (b'"error"' in b"".join(client.writes)) is told
     assert client.cuts == [not told]
 
@@ -350,6 +380,6 @@ def test_a_pinged_stream_tells_its_error_whatever_the_engine_says(http11: bool) 
         relay.ping()
         if begins:
             relay.begin(head(length=100))
-        relay.cut("gone", code="hold_timeout", status=503)
+        relay.cut(HoldTimeout("gone"))
         assert b'"error"' in b"".join(client.writes)
         assert client.cuts == [False]
