@@ -17,6 +17,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from proxy.config import Settings
 from proxy.core.engine_state import Event, State
@@ -87,17 +88,15 @@ class Prober:
         watched.task = spawn(self._loop(watched), name=f"probe {engine.id}")
 
     def _add(self, engine: Engine) -> _Watched:
-        def ended() -> None:
-            self.suspect(engine, "its idle connection ended")
-
-        def lost() -> None:
-            self.suspect(engine, "a connection died under a request")
-
         sentinel = Sentinel(
-            engine.url, ended, connect_timeout=self._settings.connect_timeout, ssl_context=engine.upstream.ssl_context
+            engine.url,
+            partial(self.suspect, engine, "its idle connection ended"),
+            connect_timeout=self._settings.connect_timeout,
+            lasting=self._settings.probe_interval,
+            ssl_context=engine.upstream.ssl_context,
         )
         watched = self._watched[engine] = _Watched(engine, sentinel)
-        engine.upstream.on_lost = lost
+        engine.upstream.on_lost = partial(self.lost, engine)
         return watched
 
     async def forget(self, engine: Engine) -> None:
@@ -134,6 +133,12 @@ class Prober:
         engine.last_error = why
         self._fleet.refresh()
         self._fleet.emit("engine_suspect", engine=engine.id, why=why)
+
+    def lost(self, engine: Engine, kind: Kind) -> None:
+        """A connection died under a request. That of one that had been idle may be no more than the end of that."""
+        watched = self._watched.get(engine)
+        if watched is not None and not (kind is Kind.STALE and watched.sentinel.closes):
+            self.suspect(engine, "a connection died under a request")
 
     def nudge(self, engine: Engine) -> None:
         """Look at it now rather than at the next interval."""
@@ -187,6 +192,11 @@ class Prober:
             return False
         if engine.suspect:
             return await self.identify(engine) and engine.alive
+        return await self._lives(watched)
+
+    async def _lives(self, watched: _Watched) -> bool:
+        engine = watched.engine
+        kept = watched.sentinel.kept
         try:
             answer = await watched.sentinel.ask("/health", timeout=self._settings.probe_timeout)
         except FetchError as error:
@@ -199,7 +209,8 @@ class Prober:
             self._failed(watched, f"/health answers {answer.status}")
             return False
         self._good(engine)
-        return True
+        # What no connection watched since the last look may have been replaced meanwhile.
+        return kept or (await self.is_same(engine) and not engine.suspect)
 
     async def identify(self, engine: Engine) -> bool:
         """Find out on new connections whether it lives and which process it is; callers share one look.
@@ -239,19 +250,8 @@ class Prober:
             return
         loop = asyncio.get_running_loop()
         started = loop.time()
-        try:
-            answer = await watched.sentinel.ask("/health", timeout=self._settings.probe_timeout)
-        except FetchError as error:
-            if error.failure.kind is Kind.TIMEOUT:
-                self._failed(watched, error.failure.detail)
-            else:
-                self.suspect(engine, error.failure.detail)
-                await self.identify(engine)
+        if not await self._lives(watched):
             return
-        if answer.status != 200:
-            self._failed(watched, f"/health answers {answer.status}")
-            return
-        self._good(engine)
         self._fleet.emit("probe", engine=engine.id, ok=True, seconds=loop.time() - started, error="")
         if not engine.plain and not engine.busy:
             await self._read_version(watched)
@@ -349,6 +349,8 @@ class Prober:
         if not watched.looked and metrics is not None and metrics.status == 200:
             engine.history = replace(read(metrics.body), paused=now.paused is not False)
             engine.asleep = engine.history.asleep
+        if why is not None and same_process:
+            watched.sentinel.start_over()
         self._identified(watched, now, why)
         self._fleet.emit("engine_checked", engine=engine.id, seconds=loop.time() - started, ok=True)
         return not engine.suspect
