@@ -155,7 +155,7 @@ class App:
 
     async def stop(self) -> None:
         """Drain, then end everything this proxy started."""
-        self.plane.draining = True
+        self.plane.draining = self.control.draining = True
         await self.listener.stop()
         await self.discovery.stop()
         await self.control.stop()
