@@ -16,7 +16,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from proxy.config import Settings
@@ -29,7 +29,7 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.pause_watch import PauseWatch
 from proxy.fleet.registry import Fleet
 from proxy.fleet.said import nothing, paused_of, version_of, world_size_of
-from proxy.fleet.sentinel import Sentinel
+from proxy.fleet.sentinel import Sentinel, Watched
 from proxy.tasks import spawn
 
 _log = logging.getLogger("fleetgate.probes")
@@ -42,21 +42,6 @@ BLIND_LOOKS = 5
 
 FLOW_WINDOW = 5.0
 """Seconds for which an answer byte proves an engine alive although its probes time out (its API process is busy)."""
-
-
-@dataclass(eq=False, slots=True)
-class _Watched:
-    """What the prober keeps for one engine."""
-
-    engine: Engine
-    sentinel: Sentinel
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-    check: asyncio.Task[bool] | None = None
-    refused: bool = False
-    broken: bool = False
-    looked: bool = False
-    blind: int = 0
 
 
 class Prober:
@@ -72,7 +57,7 @@ class Prober:
         self._settings = settings
         self._fleet = fleet
         self._on_look = on_look
-        self._watched: dict[Engine, _Watched] = {}
+        self._watched: dict[Engine, Watched] = {}
         self._pauses = PauseWatch(fleet, self._ask_paused, settings.pause_watch_interval)
         self.on_restart: Callable[[Engine], None] | None = None
         """Called when an engine's process was replaced."""
@@ -87,7 +72,7 @@ class Prober:
         watched = self._add(engine)
         watched.task = spawn(self._loop(watched), name=f"probe {engine.id}")
 
-    def _add(self, engine: Engine) -> _Watched:
+    def _add(self, engine: Engine) -> Watched:
         sentinel = Sentinel(
             engine.url,
             partial(self.suspect, engine, "its idle connection ended"),
@@ -95,7 +80,7 @@ class Prober:
             lasting=self._settings.probe_interval,
             ssl_context=engine.upstream.ssl_context,
         )
-        watched = self._watched[engine] = _Watched(engine, sentinel)
+        watched = self._watched[engine] = Watched(engine, sentinel)
         engine.upstream.on_lost = partial(self.lost, engine)
         return watched
 
@@ -194,7 +179,7 @@ class Prober:
             return await self.identify(engine) and engine.alive
         return await self._lives(watched)
 
-    async def _lives(self, watched: _Watched) -> bool:
+    async def _lives(self, watched: Watched) -> bool:
         engine = watched.engine
         kept = watched.sentinel.kept
         try:
@@ -227,7 +212,7 @@ class Prober:
 
     # The loop
 
-    async def _loop(self, watched: _Watched) -> None:
+    async def _loop(self, watched: Watched) -> None:
         engine = watched.engine
         while True:
             watched.wake.clear()
@@ -243,7 +228,7 @@ class Prober:
                 async with asyncio.timeout(delay * random.uniform(0.9, 1.1)):
                     await watched.wake.wait()
 
-    async def _tick(self, watched: _Watched) -> None:
+    async def _tick(self, watched: Watched) -> None:
         engine = watched.engine
         if engine.suspect or not engine.alive:
             await self.identify(engine)
@@ -258,7 +243,7 @@ class Prober:
         if not engine.suspect:
             self._on_look(engine)
 
-    async def _read_version(self, watched: _Watched) -> None:
+    async def _read_version(self, watched: Watched) -> None:
         engine = watched.engine
         calls = engine.calls
         try:
@@ -281,7 +266,7 @@ class Prober:
         engine.successes += 1
         engine.probed_at = asyncio.get_running_loop().time()
 
-    def _failed(self, watched: _Watched, why: str, *, refused: bool = False) -> None:
+    def _failed(self, watched: Watched, why: str, *, refused: bool = False) -> None:
         engine = watched.engine
         engine.failures += 1
         engine.successes = 0
@@ -297,7 +282,7 @@ class Prober:
 
     # Identity
 
-    async def _identify(self, watched: _Watched) -> bool:
+    async def _identify(self, watched: Watched) -> bool:
         engine = watched.engine
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -355,7 +340,7 @@ class Prober:
         self._fleet.emit("engine_checked", engine=engine.id, seconds=loop.time() - started, ok=True)
         return not engine.suspect
 
-    def _identified(self, watched: _Watched, now: Look, why: str | None) -> None:
+    def _identified(self, watched: Watched, now: Look, why: str | None) -> None:
         engine = watched.engine
         if why is not None:
             self._reset(engine, why)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from proxy.core.failures import Failure, Kind
 from proxy.data.upstream import Answer, ConnectFailedError, Connection, FetchError, Upstream
+from proxy.fleet.engine import Engine
 
 KEPT_LONG_ENOUGH = 4.5
 """Seconds of idling after which a server may close a connection in good order: uvicorn does after 5."""
@@ -144,3 +146,18 @@ class Sentinel(Upstream):
             raise FetchError(error.failure, sent=False) from None
         except TimeoutError:
             raise FetchError(Failure(Kind.TIMEOUT, f"no connection within {timeout:g} s"), sent=False) from None
+
+
+@dataclass(eq=False, slots=True)
+class Watched:
+    """What the prober keeps for one engine."""
+
+    engine: Engine
+    sentinel: Sentinel
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    check: asyncio.Task[bool] | None = None
+    refused: bool = False
+    broken: bool = False
+    looked: bool = False
+    blind: int = 0
