@@ -24,6 +24,7 @@ from engine_launcher.proxy_link import ApiRoster, FileRoster, NoRoster, ProxyLin
 from engine_launcher.supervisor import Supervisor
 from proxy.config import LogFormat, LogLevel
 from proxy.observe import logs
+from proxy.status import proxy_url
 from proxy.tasks import spawn
 
 _log = logging.getLogger("fleetgate.launcher")
@@ -207,8 +208,12 @@ async def rolled(supervisor: Supervisor) -> None:
 @click.option("--host", default="127.0.0.1", help="Address that the engines listen on.")
 @click.option("--port", type=int, help="Port of the first engine; the others follow. Free ports when left out.")
 @click.option("--engines-file", type=click.Path(path_type=Path), help="File of URLs that a proxy watches.")
-@click.option("--register", metavar="URL", help="A proxy that is told of the engines through its API.")
-@click.option("--proxy", metavar="URL", help="The proxy that drains engines, where --register is not given.")
+@click.option(
+    "--register", metavar="URL", callback=proxy_url, help="A proxy that is told of the engines through its API."
+)
+@click.option(
+    "--proxy", metavar="URL", callback=proxy_url, help="The proxy that drains engines, where --register is not given."
+)
 @click.option("--control-token", envvar="FLEETGATE_CONTROL_TOKEN", help="Control token of that proxy.")
 @click.option("--log-format", type=click.Choice(list(LogFormat)), default=LogFormat.TEXT, help="One line a record.")
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)

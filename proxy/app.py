@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import gc
 import logging
 import resource
 import shutil
 import signal
+import socket
 import ssl
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -41,6 +44,24 @@ FORCED_SECONDS = 3.0
 GC_THRESHOLD = 50_000
 """Allocations between two looks of the garbage collector at its youngest generation. Requests leave no cycles behind;
 the default of 700 spends some 5 % of the processor on finding none."""
+
+
+class ListenError(OSError):
+    """An address cannot be listened on; the message says which, and what to do."""
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int | None, prefix: str = "") -> Iterator[None]:
+    """Name the listener whose address cannot be had, and the setting that would give it another."""
+    try:
+        yield
+    except OSError as error:
+        elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        flag = "host" if elsewhere else "port"
+        raise ListenError(
+            f"cannot listen on {_bracket(host)}:{port}: {error.strerror or error}; choose another --{prefix}{flag}, "
+            "or stop what listens there"
+        ) from None
 
 
 class Listener(Protocol):
@@ -155,7 +176,7 @@ class App:
 
     async def stop(self) -> None:
         """Drain, then end everything this proxy started."""
-        self.plane.draining = True
+        self.plane.draining = self.control.draining = True
         await self.listener.stop()
         await self.discovery.stop()
         await self.control.stop()
@@ -175,7 +196,7 @@ async def start(settings: Settings, spans: Spans | None = None) -> App:
         spans: makes its spans; those of workers' requests are made by the workers.
 
     Raises:
-        OSError: a listener's address cannot be bound.
+        ListenError: a listener's address cannot be bound.
     """
     fleet = Fleet(asyncio.get_running_loop().time)
     director = DirectorPlane(settings, fleet) if settings.workers > 1 else None
@@ -193,7 +214,8 @@ async def start(settings: Settings, spans: Spans | None = None) -> App:
     listener: Listener = (
         OwnListener(plane, control, app) if director is None else WorkersListener(director, control, app)
     )
-    host, port = await listener.bind()
+    with _listening(settings.host, settings.port):
+        host, port = await listener.bind()
     scheme = "https" if settings.tls_cert else "http"
     url = control_url = f"{scheme}://{_bracket(host)}:{port}"
     control_site: web.AppRunner | None = None
@@ -202,19 +224,17 @@ async def start(settings: Settings, spans: Spans | None = None) -> App:
         add_routes(control_app, plane, stats)
         control_site = web_runner(control_app)
         await control_site.setup()
-        site = web.TCPSite(
-            control_site,
-            settings.control_host or settings.host,
-            settings.control_port,
-            ssl_context=listener.ssl_context,
-        )
-        await site.start()
+        wanted = settings.control_host or settings.host
+        site = web.TCPSite(control_site, wanted, settings.control_port, ssl_context=listener.ssl_context)
+        with _listening(wanted, settings.control_port, "control-"):
+            await site.start()
         control_host, control_port = control_site.addresses[0][:2]
         control_url = f"{scheme}://{_bracket(control_host)}:{control_port}"
     discovery = Discovery(settings, fleet, control.members)
     await discovery.start()
     await control.start()
-    await listener.serve()
+    with _listening(settings.host, port):
+        await listener.serve()
     return App(settings, fleet, plane, control, discovery, listener, control_site, url, control_url, spans)
 
 
@@ -226,10 +246,11 @@ async def serve(settings: Settings) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code. A second signal ends the drain."""
     try:
         app = await start(settings, tracing.start(settings))
+    except ListenError as error:
+        _log.error("%s", error)
+        return EXIT_FAILURE
     except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        why = error.strerror or str(error)
-        _log.error("cannot listen on %s: %s; choose another --port, or stop what listens there", where, why)
+        _log.error("cannot start: %s", error)
         return EXIT_FAILURE
     _log.info("listening on %s", app.url)
     if app.control_url != app.url:

@@ -261,7 +261,7 @@ class TooManyConnections(Busy):
 
 
 class ShuttingDown(Busy):
-    """The proxy stops, and the time that running requests get is over."""
+    """The proxy stops: it takes no new requests, and the time that running ones get is over."""
 
     code = "shutting_down"
 

@@ -60,6 +60,8 @@ class Server:
         self._check: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
         self._hurried = asyncio.Event()
+        self.stopping = ShuttingDown("the proxy stops; send the request again when it is back")
+        """What who asks for a request hears from the begin of the drain on."""
         settings = plane.settings
         self.ssl_context = server_context(settings)
         self.tick = min(settings.header_timeout, settings.body_timeout, settings.client_idle) / 2
@@ -141,19 +143,22 @@ class Server:
         self._hurried.set()
 
     async def stop(self) -> None:
-        """Take no more connections, let running requests end within the limit, then tell and cut the rest."""
-        if self._server is not None:
-            self._server.close()
+        """Take no more requests, let running ones end within the limit, then tell and cut the rest.
+
+        Until then the port stays open for control calls and probes: without a resume, what a pause holds cannot end.
+        """
         self.plane.draining = True
         for front in list(self._fronts):
             front.close_if_idle()
         limit = self.plane.settings.drain_timeout
         began = self.loop.time()
-        drained = asyncio.ensure_future(self.plane.drain(limit))
+        drained = asyncio.ensure_future(self.plane.drain(limit, self._controlled))
         hurried = asyncio.ensure_future(self._hurried.wait())
         await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
         drained.cancel()
         hurried.cancel()
+        if self._server is not None:
+            self._server.close()
         left = len(self.plane.tracker)
         if left:
             _log.warning("%d requests still ran after %.1f s; they are cut", left, self.loop.time() - began)
@@ -161,13 +166,15 @@ class Server:
         if self._check is not None:
             self._check.cancel()
 
+    def _controlled(self) -> bool:
+        return any(front.controlled for front in self._fronts)
+
     async def _end(self) -> None:
-        error = ShuttingDown("the proxy stops; send the request again when it is back")
         # Those without an engine first: a slot that another one frees must not bring them to one.
         for exchange in sorted(self.plane.tracker.all(), key=lambda one: one.engine is not None):
-            exchange.client.stop(error)
+            exchange.client.stop(self.stopping)
         for front in list(self._fronts):
-            front.stop(error)
+            front.stop(self.stopping)
         deadline = self.loop.time() + LAST_WORDS
         while self._fronts and self.loop.time() < deadline:  # noqa: ASYNC110 - only at a stop; not worth an event
             await asyncio.sleep(0.01)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from proxy import extras
 from proxy.config import ENV_PREFIX, Settings, is_service_link
-from proxy.core.addresses import is_loopback
+from proxy.core.addresses import is_loopback, overlap
 
 LAUNCHER_VARIABLES = frozenset({"FLEETGATE_VLLM", "FLEETGATE_TRANSFER_TIMEOUT", "FLEETGATE_REQUIRE_VLLM"})
 """Variables of the launcher and the tests, which share the prefix and are none of the proxy's business."""
@@ -56,6 +56,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
+        if name == "config":
+            raise ConfigError(f"{path}: {key!r} names a file of settings and cannot stand in one; use --config")
         if name not in Settings.model_fields:
             raise ConfigError(f"{path}: unknown key {key!r}{nearest(name, known)}")
         out[name] = value
@@ -122,10 +124,10 @@ def _explain(item: Any) -> str:
 
 
 def check_safety(settings: Settings) -> None:
-    """Refuse what would leave the control plane open to the network.
+    """Refuse what would leave the control plane open to the network, and settings that cannot be together.
 
     Raises:
-        ConfigError: control calls could be made from another machine without a credential.
+        ConfigError: control calls could be made from another machine without a credential, or two settings clash.
     """
     host = settings.host if settings.control_port is None else (settings.control_host or settings.host)
     if not is_loopback(host) and settings.control_token is None and not settings.insecure_control:
@@ -133,6 +135,8 @@ def check_safety(settings: Settings) -> None:
             f"control calls on {host} would be open to everybody: set --control-token, "
             "keep the listener on 127.0.0.1, or insist with --insecure-control"
         )
+    if settings.control_port and settings.control_port == settings.port and overlap(host, settings.host):
+        raise ConfigError(f"--port and --control-port are both {settings.port}; give each its own, or leave one out")
     if (settings.tls_cert is None) != (settings.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together")
     if settings.otel and not extras.otel_installed():

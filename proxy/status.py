@@ -23,6 +23,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from proxy.core.addresses import parse_engine_url
+
 TIMEOUT = 5.0
 """Seconds for one answer of the proxy; it answers these pages in milliseconds whatever the engines do."""
 INTERVAL = 1.0
@@ -279,6 +281,20 @@ def _summed_up(legs: dict[str, tuple[float | None, str]]) -> list[Text]:
 # Commands
 
 
+def proxy_url(context: click.Context, option: click.Parameter, value: str | None) -> str | None:  # noqa: ARG001
+    """Judge an option that says where a proxy is.
+
+    Raises:
+        click.BadParameter: it is no base URL.
+    """
+    if value is not None:
+        try:
+            parse_engine_url(value, "proxy", 8000)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+    return value
+
+
 def proxy_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that say which proxy is meant."""
     for option in (
@@ -289,7 +305,11 @@ def proxy_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Control token, if the proxy asks for one.  [env: FLEETGATE_CONTROL_TOKEN]",
         ),
         click.option(
-            "--url", default=default_url, show_default="http://127.0.0.1:8000", help="Where the proxy listens."
+            "--url",
+            default=default_url,
+            show_default="http://127.0.0.1:8000",
+            callback=proxy_url,
+            help="Where the proxy listens.",
         ),
     ):
         command = option(command)

@@ -97,6 +97,8 @@ def problem(plane: ControlPlane) -> str | None:
     """Why the fleet does not serve, in words; None if it does."""
     fleet, gate = plane.fleet, plane.gate
     ready = sum(engine.eligible for engine in fleet)
+    if plane.draining:
+        return "the proxy stops"
     if fleet.tied:
         return f"engines hold {' and '.join(map(repr, fleet.tied))} and neither has a majority; run a sync or admit one"
     if gate.closed:

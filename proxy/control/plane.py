@@ -70,6 +70,8 @@ class ControlPlane:
         self.members.on_removed = self._on_removed
         self._balancer = plane.balancer
         self._api = FleetApi(self)
+        self.draining = False
+        """The proxy stops: it is not ready, whatever its engines are."""
         self._started = self._recovered = False
         self._first: set[Engine] = set()
         token = settings.control_token

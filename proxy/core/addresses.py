@@ -6,30 +6,35 @@ import ipaddress
 from urllib.parse import urlsplit
 
 
-def parse_engine_url(url: str) -> str:
-    """The canonical form of an engine's base URL.
+def parse_engine_url(url: str, whose: str = "engine", port: int = 8001) -> str:
+    """The canonical form of a base URL.
+
+    Args:
+        url: an engine's, or that of something else.
+        whose: how an error calls that.
+        port: of the example that an error gives.
 
     Raises:
         ValueError: not ``http(s)://host[:port][/prefix]``.
     """
     parts = urlsplit(url if "://" in url else f"//{url}")
-    example = "give a base URL such as http://127.0.0.1:8001"
+    example = f"give a base URL such as http://127.0.0.1:{port}"
     if parts.scheme not in {"http", "https"}:
-        raise ValueError(f"engine {url!r} has no http:// or https:// scheme; {example}")
+        raise ValueError(f"{whose} {url!r} has no http:// or https:// scheme; {example}")
     try:
-        port = parts.port
+        own = parts.port
     except ValueError as error:
-        raise ValueError(f"engine {url!r} has no valid port ({error}); {example}") from None
+        raise ValueError(f"{whose} {url!r} has no valid port ({error}); {example}") from None
     if not parts.hostname or any(ch.isspace() for ch in url):
-        raise ValueError(f"engine {url!r} has no valid host; {example}")
+        raise ValueError(f"{whose} {url!r} has no valid host; {example}")
     if parts.query or parts.fragment or parts.username is not None:
-        raise ValueError(f"engine {url!r} must not carry a query, a fragment or credentials; {example}")
-    port = port if port is not None else (443 if parts.scheme == "https" else 80)
+        raise ValueError(f"{whose} {url!r} must not carry a query, a fragment or credentials; {example}")
+    own = own if own is not None else (443 if parts.scheme == "https" else 80)
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     path = parts.path.rstrip("/")
     if path.endswith("/v1"):
-        raise ValueError(f"engine {url!r} ends with /v1; give the server's root, {url[: url.rfind('/v1')]!r}")
-    return f"{parts.scheme}://{host}:{port}{path}"
+        raise ValueError(f"{whose} {url!r} ends with /v1; give the server's root, {url[: url.rfind('/v1')]!r}")
+    return f"{parts.scheme}://{host}:{own}{path}"
 
 
 def parse_engines_dns(value: str) -> tuple[str, int | None]:
@@ -50,6 +55,13 @@ def parse_engines_dns(value: str) -> tuple[str, int | None]:
     if not name or not port.isdecimal() or not 0 < int(port) <= 65535:
         raise ValueError(f"{value!r} must be NAME:PORT, such as engines.rl.svc:8000, or an SRV name")
     return name, int(port)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether two listeners on these hosts would want the same address, as far as their names tell."""
+    if one == other or {one, other} & {"0.0.0.0", "::"}:
+        return True
+    return "localhost" in (one, other) and is_loopback(one) and is_loopback(other)
 
 
 def is_loopback(host: str) -> bool:

@@ -127,8 +127,9 @@ class Connection(asyncio.Protocol):
             if tunnel is not None:
                 tunnel(b"")
                 return
-            self.upstream.lost_busy(self)
-            receiver.on_failure(self._why_lost(exc))
+            failure = self._why_lost(exc)
+            self.upstream.lost_busy(failure.kind)
+            receiver.on_failure(failure)
         except Exception:
             receiver.on_crash()
 

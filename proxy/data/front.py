@@ -205,7 +205,11 @@ class Front(TunnelConnection):
         if owner is _REFUSE:
             raise PathRefused(f"the path {head.path[:128]!r} would be read as a control path; write it plainly")
         self._fields = []
-        request: Inbound = Exchange(server.plane, self, head) if owner is _DATA else server.handoff(self, head)
+        if owner is _DATA:
+            request: Inbound = Exchange(server.plane, self, head)
+        else:
+            request = server.handoff(self, head)
+            self._controls = True
         self._arriving = request
         if self._active is None:
             self._start(request)
@@ -234,13 +238,18 @@ class Front(TunnelConnection):
     def _start(self, request: Inbound) -> None:
         self._active = request
         self._begun = False
+        if self._server.plane.draining and isinstance(request, Exchange):
+            request.stopped(self._server.stopping)
+            return
         if request.head.expect_continue and not request.body_done:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.begin()
 
     def keeps_alive(self, request: Inbound) -> bool:
         """Whether the connection may carry another request after this one's answer."""
-        if self.closing or self._server.plane.draining or self._tunnel_early is not None:
+        if self.closing or self._tunnel_early is not None:
+            return False
+        if self._server.plane.draining and isinstance(request, Exchange):
             return False
         return request.head.keep_alive and request.body_done
 
@@ -346,11 +355,6 @@ class Front(TunnelConnection):
         if hard or (active is not None and not active.head.http11):
             self.reset()
         else:
-            self.close()
-
-    def close_if_idle(self) -> None:
-        """The proxy stops: a connection without a request is closed, another one after its answer."""
-        if self._active is None:
             self.close()
 
     # Reading

@@ -347,10 +347,14 @@ class DataPlane:
     def _hold_ended(self, seconds: float, how: str) -> None:  # noqa: ARG002 - the signature of an event
         self.stats.hold_seconds.observe(seconds)
 
-    async def drain(self, seconds: float) -> bool:
-        """Wait until no request runs, at most so long; True if none does."""
+    async def drain(self, seconds: float, controlled: Callable[[], bool]) -> None:
+        """Wait until no request runs, at most so long.
+
+        Args:
+            seconds: the limit.
+            controlled: whether a control call is under way: the one that lets the last request end is to be answered.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while len(self.tracker) and loop.time() < deadline:  # noqa: ASYNC110 - only at a stop; not worth an event
+        while (len(self.tracker) or controlled()) and loop.time() < deadline:  # noqa: ASYNC110 - only at a stop
             await asyncio.sleep(0.05)
-        return not len(self.tracker)

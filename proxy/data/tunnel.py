@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import httptools
 
 from proxy.data.client import ClientConnection
+from proxy.data.gathered import Gathered
 
 if TYPE_CHECKING:
     from proxy.core.framing import RequestHead
@@ -27,10 +28,11 @@ class TunnelConnection(ClientConnection):
         _tunnel: takes every further byte of the client.
         _tunnel_early: bytes that came before the engine took the upgrade; None without one.
         _arriving: the request whose body is still coming.
+        _controls: control calls come on it.
         _parser: splits what comes.
     """
 
-    __slots__ = ("_active", "_arriving", "_deaf", "_parser", "_queue", "_tunnel", "_tunnel_early")
+    __slots__ = ("_active", "_arriving", "_controls", "_deaf", "_parser", "_queue", "_tunnel", "_tunnel_early")
 
     def __init__(self, server: Server) -> None:
         super().__init__(server)
@@ -40,7 +42,22 @@ class TunnelConnection(ClientConnection):
         self._tunnel: Callable[[bytes], None] | None = None
         self._tunnel_early: bytes | None = None
         self._arriving: Inbound | None = None
+        self._controls = False
         self._parser = httptools.HttpRequestParser(self)
+
+    def close_if_idle(self) -> None:
+        """The proxy drains: a client's idle connection is closed, its other one after its answer.
+
+        A trainer's stays, for it may have to resume what is to end.
+        """
+        if self._active is None and not self._controls:
+            self.close()
+
+    @property
+    def controlled(self) -> bool:
+        """Whether a control call that may change something is under way."""
+        active = self._active
+        return isinstance(active, Gathered) and active.head.method not in (b"GET", b"HEAD")
 
     def stop(self, error: FleetgateError) -> None:
         """The proxy ends now: whoever waits for an answer is told so, every connection is closed."""

@@ -51,8 +51,8 @@ class Upstream:
         self.connect_timeout = connect_timeout
         self.header_limit = header_limit
         self.connections: set[Connection] = set()
-        self.on_lost: Callable[[], None] | None = None
-        """Called when a connection died under a running exchange: the engine's process may be gone."""
+        self.on_lost: Callable[[Kind], None] | None = None
+        """Called when a connection died under a running exchange, with how: the engine's process may be gone."""
         self._idle: deque[Connection] = deque()
         self._sweep: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,10 +102,10 @@ class Upstream:
             with contextlib.suppress(ValueError):
                 self._idle.remove(connection)
 
-    def lost_busy(self, connection: Connection) -> None:  # noqa: ARG002 - the signature of an event
+    def lost_busy(self, kind: Kind) -> None:
         """A connection died under a running exchange."""
         if self.on_lost is not None:
-            self.on_lost()
+            self.on_lost(kind)
 
     async def connect(self) -> Connection:
         """Open a connection.

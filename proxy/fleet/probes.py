@@ -16,7 +16,8 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
 from proxy.config import Settings
 from proxy.core.engine_state import Event, State
@@ -28,7 +29,7 @@ from proxy.fleet.engine import Engine
 from proxy.fleet.pause_watch import PauseWatch
 from proxy.fleet.registry import Fleet
 from proxy.fleet.said import nothing, paused_of, version_of, world_size_of
-from proxy.fleet.sentinel import Sentinel
+from proxy.fleet.sentinel import Sentinel, Watched
 from proxy.tasks import spawn
 
 _log = logging.getLogger("fleetgate.probes")
@@ -41,21 +42,6 @@ BLIND_LOOKS = 5
 
 FLOW_WINDOW = 5.0
 """Seconds for which an answer byte proves an engine alive although its probes time out (its API process is busy)."""
-
-
-@dataclass(eq=False, slots=True)
-class _Watched:
-    """What the prober keeps for one engine."""
-
-    engine: Engine
-    sentinel: Sentinel
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-    check: asyncio.Task[bool] | None = None
-    refused: bool = False
-    broken: bool = False
-    looked: bool = False
-    blind: int = 0
 
 
 class Prober:
@@ -71,7 +57,7 @@ class Prober:
         self._settings = settings
         self._fleet = fleet
         self._on_look = on_look
-        self._watched: dict[Engine, _Watched] = {}
+        self._watched: dict[Engine, Watched] = {}
         self._pauses = PauseWatch(fleet, self._ask_paused, settings.pause_watch_interval)
         self.on_restart: Callable[[Engine], None] | None = None
         """Called when an engine's process was replaced."""
@@ -86,18 +72,16 @@ class Prober:
         watched = self._add(engine)
         watched.task = spawn(self._loop(watched), name=f"probe {engine.id}")
 
-    def _add(self, engine: Engine) -> _Watched:
-        def ended() -> None:
-            self.suspect(engine, "its idle connection ended")
-
-        def lost() -> None:
-            self.suspect(engine, "a connection died under a request")
-
+    def _add(self, engine: Engine) -> Watched:
         sentinel = Sentinel(
-            engine.url, ended, connect_timeout=self._settings.connect_timeout, ssl_context=engine.upstream.ssl_context
+            engine.url,
+            partial(self.suspect, engine, "its idle connection ended"),
+            connect_timeout=self._settings.connect_timeout,
+            lasting=self._settings.probe_interval,
+            ssl_context=engine.upstream.ssl_context,
         )
-        watched = self._watched[engine] = _Watched(engine, sentinel)
-        engine.upstream.on_lost = lost
+        watched = self._watched[engine] = Watched(engine, sentinel)
+        engine.upstream.on_lost = partial(self.lost, engine)
         return watched
 
     async def forget(self, engine: Engine) -> None:
@@ -134,6 +118,12 @@ class Prober:
         engine.last_error = why
         self._fleet.refresh()
         self._fleet.emit("engine_suspect", engine=engine.id, why=why)
+
+    def lost(self, engine: Engine, kind: Kind) -> None:
+        """A connection died under a request. That of one that had been idle may be no more than the end of that."""
+        watched = self._watched.get(engine)
+        if watched is not None and not (kind is Kind.STALE and watched.sentinel.closes):
+            self.suspect(engine, "a connection died under a request")
 
     def nudge(self, engine: Engine) -> None:
         """Look at it now rather than at the next interval."""
@@ -187,6 +177,11 @@ class Prober:
             return False
         if engine.suspect:
             return await self.identify(engine) and engine.alive
+        return await self._lives(watched)
+
+    async def _lives(self, watched: Watched) -> bool:
+        engine = watched.engine
+        kept = watched.sentinel.kept
         try:
             answer = await watched.sentinel.ask("/health", timeout=self._settings.probe_timeout)
         except FetchError as error:
@@ -199,7 +194,8 @@ class Prober:
             self._failed(watched, f"/health answers {answer.status}")
             return False
         self._good(engine)
-        return True
+        # What no connection watched since the last look may have been replaced meanwhile.
+        return kept or (await self.is_same(engine) and not engine.suspect)
 
     async def identify(self, engine: Engine) -> bool:
         """Find out on new connections whether it lives and which process it is; callers share one look.
@@ -216,7 +212,7 @@ class Prober:
 
     # The loop
 
-    async def _loop(self, watched: _Watched) -> None:
+    async def _loop(self, watched: Watched) -> None:
         engine = watched.engine
         while True:
             watched.wake.clear()
@@ -232,33 +228,22 @@ class Prober:
                 async with asyncio.timeout(delay * random.uniform(0.9, 1.1)):
                     await watched.wake.wait()
 
-    async def _tick(self, watched: _Watched) -> None:
+    async def _tick(self, watched: Watched) -> None:
         engine = watched.engine
         if engine.suspect or not engine.alive:
             await self.identify(engine)
             return
         loop = asyncio.get_running_loop()
         started = loop.time()
-        try:
-            answer = await watched.sentinel.ask("/health", timeout=self._settings.probe_timeout)
-        except FetchError as error:
-            if error.failure.kind is Kind.TIMEOUT:
-                self._failed(watched, error.failure.detail)
-            else:
-                self.suspect(engine, error.failure.detail)
-                await self.identify(engine)
+        if not await self._lives(watched):
             return
-        if answer.status != 200:
-            self._failed(watched, f"/health answers {answer.status}")
-            return
-        self._good(engine)
         self._fleet.emit("probe", engine=engine.id, ok=True, seconds=loop.time() - started, error="")
         if not engine.plain and not engine.busy:
             await self._read_version(watched)
         if not engine.suspect:
             self._on_look(engine)
 
-    async def _read_version(self, watched: _Watched) -> None:
+    async def _read_version(self, watched: Watched) -> None:
         engine = watched.engine
         calls = engine.calls
         try:
@@ -281,7 +266,7 @@ class Prober:
         engine.successes += 1
         engine.probed_at = asyncio.get_running_loop().time()
 
-    def _failed(self, watched: _Watched, why: str, *, refused: bool = False) -> None:
+    def _failed(self, watched: Watched, why: str, *, refused: bool = False) -> None:
         engine = watched.engine
         engine.failures += 1
         engine.successes = 0
@@ -297,7 +282,7 @@ class Prober:
 
     # Identity
 
-    async def _identify(self, watched: _Watched) -> bool:
+    async def _identify(self, watched: Watched) -> bool:
         engine = watched.engine
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -349,11 +334,13 @@ class Prober:
         if not watched.looked and metrics is not None and metrics.status == 200:
             engine.history = replace(read(metrics.body), paused=now.paused is not False)
             engine.asleep = engine.history.asleep
+        if why is not None and same_process:
+            watched.sentinel.start_over()
         self._identified(watched, now, why)
         self._fleet.emit("engine_checked", engine=engine.id, seconds=loop.time() - started, ok=True)
         return not engine.suspect
 
-    def _identified(self, watched: _Watched, now: Look, why: str | None) -> None:
+    def _identified(self, watched: Watched, now: Look, why: str | None) -> None:
         engine = watched.engine
         if why is not None:
             self._reset(engine, why)

@@ -19,6 +19,7 @@ from typing import Any
 
 from proxy.config import Settings
 from proxy.core.balancing import Balancer
+from proxy.core.failures import Kind
 from proxy.data.gate import Gate
 from proxy.fleet.probes import Prober
 from proxy.fleet.registry import Fleet
@@ -285,6 +286,13 @@ class Workers:
         worker.acks[message["engine"]] = message["claim"]
         if engine is not None and self.prober is not None:
             self.prober.suspect(engine, message["why"])
+        self.push()
+
+    def _on_lost(self, worker: Worker, message: Message) -> None:
+        engine = self._fleet.engines.get(message["engine"])
+        worker.acks[message["engine"]] = message["claim"]
+        if engine is not None and self.prober is not None:
+            self.prober.lost(engine, Kind(message["how"]))
         self.push()
 
     def _on_paused(self, worker: Worker, message: Message) -> None:

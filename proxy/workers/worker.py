@@ -10,12 +10,14 @@ import signal
 import socket
 import sys
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import uvloop
 
 from proxy.config import Settings
 from proxy.core.balancing import Sticky
+from proxy.core.failures import Kind
 from proxy.core.paths import PathTable
 from proxy.data.plane import DataPlane
 from proxy.data.upstream import FetchError
@@ -52,6 +54,12 @@ class RemoteWatch:
         engine.suspect = True
         self._fleet.refresh()
         self._link.send("suspect", engine=engine.id, why=why, claim=self._claim(engine))
+
+    def lost(self, engine: Engine, kind: Kind) -> None:
+        """A connection died under a request; the director knows whether that says anything of this engine."""
+        engine.suspect = True
+        self._fleet.refresh()
+        self._link.send("lost", engine=engine.id, how=kind.value, claim=self._claim(engine))
 
     def watch_paused(self, engine: Engine) -> None:
         """Somebody else paused it."""
@@ -199,7 +207,7 @@ class WorkerProcess:
         assert self.watch is not None
         watch = self.watch
         engine = make_engine(url, self.plane.settings)
-        engine.upstream.on_lost = lambda: watch.suspect(engine, "a connection died under a request")
+        engine.upstream.on_lost = partial(watch.lost, engine)
         self.fleet.add(engine)
         return engine
 

@@ -71,6 +71,28 @@ def test_check_config_marks_what_was_given_and_hides_secrets():
     assert "canary" not in result.output
 
 
+@pytest.mark.parametrize("command", [("status",), ("status", "--json"), ("status", "--watch"), ("sync-report",)])
+@pytest.mark.parametrize("url", ["foo", "localhost:9", "http://", "http://h:many", "ftp://h", ""])
+def test_what_is_no_url_of_a_proxy_is_wrong_usage(command, url):
+    result = run(*command, "--url", url)
+    assert result.exit_code == 2
+    assert "give a base URL such as http://127.0.0.1:8000" in result.output
+
+
+@pytest.mark.parametrize("command", ["status", "sync-report"])
+def test_a_proxy_that_is_not_there_is_a_failure(command):
+    result = run(command, "--url", "http://127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "no proxy at http://127.0.0.1:1" in result.output
+
+
+@pytest.mark.parametrize("option", ["--register", "--proxy"])
+def test_the_launcher_says_what_is_no_url_of_a_proxy_before_it_starts_engines(option, tmp_path):
+    result = run("engines", "--model", str(tmp_path), "--count", "1", option, "foo")
+    assert result.exit_code == 2
+    assert "give a base URL such as http://127.0.0.1:8000" in result.output
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_names_the_variable_by_which_it_is_asked(shell):
     assert COMPLETE_VARIABLE in run("completion", shell).output

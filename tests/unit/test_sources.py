@@ -54,6 +54,7 @@ def test_an_empty_file_says_nothing(file):
         ("null: 1\n", "unknown key None; did you mean "),
         ("hold-timeout: 1\nhold_timeout: 2\n", "hold_timeout is given twice, as hold-timeout and as hold_timeout"),
         ("port: 1\nport: 2\n", "port is given twice; keep one"),
+        ("config: other.yaml\n", "'config' names a file of settings and cannot stand in one; use --config"),
         ("- port\n", "must be a mapping of settings"),
         ("a: [\n", "is not YAML"),
         ("port: many\n", "port: Input should be a valid integer"),
@@ -151,6 +152,26 @@ def test_a_control_plane_that_strangers_could_reach_is_refused(settings, safe):
         load(settings)
     else:
         with pytest.raises(ConfigError, match="set --control-token"):
+            load(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "possible"),
+    [
+        ({"port": 9000, "control_port": 9000}, False),
+        ({"port": 9000, "control_port": 9001}, True),
+        ({"port": 0, "control_port": 0}, True),
+        ({"port": 9000, "control_port": 9000, "control_host": "127.0.0.2"}, True),
+        ({"port": 9000, "control_port": 9000, "control_host": "localhost"}, False),
+        ({"port": 9000, "control_port": 9000, "host": "0.0.0.0", "control_host": "127.0.0.1"}, False),
+        ({"port": 9000, "control_port": 9000, "host": "::1", "control_host": "127.0.0.1"}, True),
+    ],
+)
+def test_two_listeners_need_two_ports(settings, possible):
+    if possible:
+        load(settings)
+    else:
+        with pytest.raises(ConfigError, match="--port and --control-port are both 9000"):
             load(settings)
 
 

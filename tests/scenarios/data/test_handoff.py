@@ -131,12 +131,13 @@ async def test_stopping_lets_running_answers_end_and_takes_no_more() -> None:
             await client.reader.readuntil(b'{"id":1}')
             stop = asyncio.ensure_future(app.listener._server.stop())
             assert await asyncio.wait_for(idle.closed(), 2)
-            with pytest.raises(OSError):
-                await asyncio.open_connection("127.0.0.1", int(app.url.rpartition(":")[2]))
+            assert (await ask(app.url, post("/v1/completions", BODY))).status == 503
             going.set()
             await asyncio.wait_for(client.reader.readuntil(b"0\r\n\r\n"), 2)
             assert await asyncio.wait_for(client.closed(), 2)
             await stop
+            with pytest.raises(OSError):
+                await asyncio.open_connection("127.0.0.1", int(app.url.rpartition(":")[2]))
 
 
 async def test_stopping_cuts_what_does_not_end() -> None:

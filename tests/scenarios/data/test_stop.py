@@ -142,6 +142,76 @@ async def test_an_idle_connection_and_a_list_of_events_end() -> None:
             assert b"\r\n0\r\n" not in await events.reader.read()
 
 
+async def test_while_it_drains_it_takes_no_request_and_every_control_call() -> None:
+    async def script(wire: Wire, request: Request) -> None:
+        await wire.send(answer_bytes(200, b"{}"))
+
+    async with FaultEngine(script) as engine, asyncio.TaskGroup() as group:
+        async with (
+            stopping(engine, drain_timeout=600.0, fanout_paths=[{"path": "/custom"}]) as app,
+            Client.to(app.url) as idle,
+            Client.to(app.url) as trainer,
+        ):
+            await idle.send(post("/v1/completions", b"{}"))
+            assert (await idle.reply()).status == 200
+            await trainer.send(post("/custom", b"{}"))
+            assert (await trainer.reply()).status == 200
+            app.plane.gate.close("a trainer")
+            held = group.create_task(ask(app.url, post("/v1/completions", b"{}")))
+            await eventually(lambda: app.plane.gate.held == 1)
+            stop = group.create_task(app.stop())
+            assert await idle.closed()
+            ready = await ask(app.url, get("/ready"))
+            assert ready.status == 503
+            assert json.loads(ready.body)["problem"] == "the proxy stops"
+            assert (await ask(app.url, get("/health"))).status == 200
+            for refused in (
+                post("/v1/completions", b"{}"),
+                get("/v1/models"),
+                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n",
+                b"GET /v1/realtime HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+            ):
+                assert is_told(await ask(app.url, refused))
+            for _ in range(2):
+                await trainer.send(post("/custom", b"{}"))
+                got = await trainer.reply()
+                assert (got.status, got.field("Connection")) == (200, None)
+            await trainer.send(post("/v1/completions", b"{}"))
+            assert is_told(await trainer.reply())
+            assert not stop.done()
+            app.plane.gate.open()
+            assert (await held).status == 200
+            await stop
+            with pytest.raises(ConnectionError):
+                await ask(app.url, get("/health"))
+
+
+async def test_a_control_call_under_way_is_part_of_what_is_waited_for() -> None:
+    go = asyncio.Event()
+
+    async def script(wire: Wire, request: Request) -> None:
+        await go.wait()
+        await wire.send(answer_bytes(200, b"{}"))
+
+    async with FaultEngine(script) as engine, asyncio.TaskGroup() as group:
+        async with (
+            stopping(engine, drain_timeout=600.0, fanout_paths=[{"path": "/slow"}]) as app,
+            Client.to(app.url) as trainer,
+            Client.to(app.url) as events,
+        ):
+            await events.send(get("/fleet/events"))
+            await events.reader.readuntil(b"\r\n\r\n")
+            await trainer.send(post("/slow", b"{}"))
+            await eventually(lambda: len(engine.requests) == 1)
+            stop = group.create_task(app.stop())
+            # It has to outlast several looks of the drain.
+            await asyncio.sleep(0.2)
+            assert not stop.done()
+            go.set()
+            assert (await trainer.reply()).status == 200
+            await stop
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 async def test_a_second_signal_waits_for_nothing_and_tells_everybody(workers: str) -> None:
     async with FaultEngine(begun(STREAM)) as engine, asyncio.TaskGroup() as group:

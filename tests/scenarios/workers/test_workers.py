@@ -61,6 +61,30 @@ async def test_a_pause_closes_the_gate_of_every_worker():
         assert {status for status, *_ in await asyncio.gather(*held)} == {200}
 
 
+async def test_what_a_pause_holds_can_be_resumed_while_the_proxy_drains():
+    async with fleet(2, "--workers", "2", "--drain-timeout", "60") as (_, http, proxy):
+        async with http.post("/pause?mode=keep"):
+            pass
+        held = [asyncio.ensure_future(one(proxy.url, index)) for index in range(8)]
+
+        async def all_held():
+            async with http.get("/fleet") as reply:
+                return (await reply.json())["gate"]["held_requests"] == 8
+
+        await until(all_held)
+        proxy.process.terminate()
+
+        async def drains():
+            async with http.get("/ready") as reply:
+                return (await reply.json())["problem"] == "the proxy stops"
+
+        await until(drains)
+        async with http.post("/resume") as reply:
+            assert reply.status == 200
+        assert {status for status, *_ in await asyncio.gather(*held)} == {200}
+        assert await asyncio.wait_for(proxy.process.wait(), 20) == 0
+
+
 async def test_a_session_stays_on_its_engine_whichever_worker_gets_it():
     async with fleet(3, "--workers", "2") as (_, http, proxy):
         for name in ("s1", "s2", "s3", "s4"):

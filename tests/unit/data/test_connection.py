@@ -224,15 +224,15 @@ async def test_the_end_of_the_connection_ends_an_answer_without_a_length() -> No
 )
 async def test_what_the_loss_of_a_connection_means(data: bytes, reused: bool, kind: Kind) -> None:
     rig = Rig(reused=reused)
-    lost: list[bool] = []
-    rig.upstream.on_lost = lambda: lost.append(True)
+    lost: list[Kind] = []
+    rig.upstream.on_lost = lost.append
     rig.feed(data)
     rig.connection.eof_received()
     rig.connection.connection_lost(None)
     assert not rig.heard.ended
     assert rig.heard.failure is not None
     assert rig.heard.failure.kind is kind
-    assert lost == [True]
+    assert lost == [kind]
     assert rig.upstream.connections == set()
 
 
