@@ -131,11 +131,6 @@ class Admission:
                 if engine.state is State.READY:
                     self.fence(engine, self.verdict(engine).reason)
 
-    @property
-    def left_open(self) -> bool:
-        """Whether an engine was in the middle of an update round when the proxy first saw it."""
-        return self._left_open
-
     def decide(self, version: str | None, *, by: str) -> None:
         """Labels that engines brought along say what the fleet has: whoever was met before is judged by that anew."""
         self.set_fleet_version(version, by=by)
@@ -314,7 +309,7 @@ class Admission:
         fleet.epoch += 1
         fleet.pristine = False
         fleet.tied, fleet.coming = (), ""
-        self.voting = False
+        self.voting = self._left_open = False
         took = set()
         for engine in fleet:
             engine.history = None

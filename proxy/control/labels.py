@@ -169,7 +169,14 @@ class Labeller:
                 self.mark(engine)
 
     def mark(self, engine: Engine) -> None:
-        """Let a tainted engine say so itself, unless an open session does (`proxy.core.history`); never waits."""
+        """Let a tainted engine say so itself, unless an open session does (`proxy.core.history`); never waits.
+
+        One that is none any more gets its label back: the mark of before its last whole update came late.
+        """
+        sound = engine.marked and not (engine.tainted or engine.updating or engine.busy)
+        if sound and engine.version and engine not in self._marking:
+            self._write(engine, Label(engine.version))
+            return
         told = any(each.session is True and each.alive and not each.failed_call for each in self._fleet)
         wanted = engine.tainted and not (engine.marked or engine.updating or engine.plain or told)
         if wanted and self.automatic and engine.alive and engine not in self._marking:

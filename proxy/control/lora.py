@@ -90,7 +90,7 @@ class Adapters:
         shot = asked.shot(limit_of(self._settings, asked))
         todo = [engine for engine, leg in zip(had, gone, strict=True) if leg.ok]
         again = await self._fan(asked, [(engine, shot) for engine in todo], fire)
-        fresh = {leg.engine: leg for leg in again}
+        fresh = {leg.engine: leg for leg in (*gone, *again)}
         return [fresh.get(leg.engine, leg) for leg in legs]
 
     async def _undo_load(

@@ -70,8 +70,13 @@ class Naming:
         version = body.get("new_version") if isinstance(body, dict) else None
         shot = asked.shot(limit_of(self._settings, asked))
         self._tried = (str(version), fleet.epoch)
-        legs = await self._fan(asked, [(engine, shot) for engine in engines], again)
-        legs = await self._labels.take_back(boots, legs)
+        # Until all have it, one that shows it is not out of step.
+        before, fleet.coming = fleet.coming, str(version)
+        try:
+            legs = await self._fan(asked, [(engine, shot) for engine in engines], again)
+            legs = await self._labels.take_back(boots, legs)
+        finally:
+            fleet.coming = before
         merged = merge(call, legs)
         if not merged.failed and not merged.passed and version is not None:
             for engine, boot in boots:

@@ -288,7 +288,8 @@ class Pauses:
                 self._prober.watch_paused(engine)
             return True
         who = "a pause found at start"
-        self._updates.half_way = True
+        # Where they count their answers, an open session has told.
+        self._updates.half_way = not all(engine.counted for engine in engines)
         self._gate.close(who)
         self._closed(who)
         self._renew_lease(who)

@@ -180,22 +180,23 @@ class Updates:
                     self._admission.failed(engine, path, f"failed {path}: {leg.said()}", taint=touched)
         missed = [engine for (engine, _), leg in zip(boots, legs, strict=True) if not leg.ok and not engine.tainted]
         await self._labels.back(engine for engine in missed if engine.marked or engine in silent)
+        note = f". Who took no mark before was left out of {path}" if silent else ""
         if took and native:
             self._admission.commit(took, None, by="trainer")
         elif took:
             wanted = self._admission.next_label() if self._labels.automatic else None
             told = [leg for leg in legs if leg.ok]
             reply = await self._complete(asked, told, took, label=None, wanted=wanted, silent={})
-            return reply_merged(asked.call, merged, legs) if merged.failed else reply
+            return reply_merged(asked.call, merged, legs, note=note) if merged.failed else reply
         self._fleet.refresh()
-        return reply_merged(asked.call, merged, legs)
+        return reply_merged(asked.call, merged, legs, note=note)
 
     def _step_failed(self, call: Call, engines: Sequence[Engine], legs: Sequence[Leg], merged: Merged) -> None:
         names = ", ".join(leg.engine for leg in merged.failed)
         for engine, leg in zip(engines, legs, strict=True):
             if leg.outcome is Outcome.REFUSED and call.kind is not Kind.FINISH:
                 engine.session = False  # vLLM closes the session of an update that failed, not that of a finish
-            elif leg.outcome in UNCERTAIN:
+            elif leg.outcome in UNCERTAIN and engine.session:
                 engine.session = None
             if leg.outcome in (Outcome.UNREACHABLE, Outcome.MISSING) and engine.session is False:
                 engine.updating = False
@@ -322,6 +323,8 @@ class Updates:
         merged = Merged(424, b"", failed=tuple(bad.values()))
         said = {leg.engine: leg for leg in legs} | by_id
         note = ". The weights were taken, but not labelled there"
+        if silent:
+            note = ". Who took no label was left out of the finish, and holds no whole weights"
         return reply_merged(asked.call, merged, list(said.values()), note=note)
 
     async def _send(self, asked: Asked, shots: Shots) -> list[Leg]:

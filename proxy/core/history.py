@@ -31,6 +31,7 @@ class History:
         running: weight operations that it was in the middle of.
         asleep: what it sleeps with, as in `Engine.asleep`.
         paused: generation was paused there when the counts were read, or it did not say.
+        counted: the page has counts at all.
     """
 
     started: int = 0
@@ -39,6 +40,7 @@ class History:
     running: int = 0
     asleep: frozenset[str] = frozenset()
     paused: bool = False
+    counted: bool = False
 
     @property
     def open(self) -> bool:
@@ -72,4 +74,4 @@ def read(page: bytes) -> History:
     if sleep.get(b"awake") is False:
         weights = sleep.get(b"weights_offloaded") or sleep.get(b"discard_all")
         asleep = frozenset({"weights", "kv_cache"} if weights else {"kv_cache"})
-    return History(started, finished, failed, running, asleep)
+    return History(started, finished, failed, running, asleep, counted=_ANSWERS.search(page) is not None)

@@ -68,6 +68,7 @@ class Engine:
         compared: fleet version against which the checksums of this boot were compared, or None.
         checksums_equal: the result of that.
         history: counts of updates from before this proxy's first look, until they were judged or a round ended well.
+        counted: its page has the counts that tell whether a session is open.
         failures: failed probes in a row.
         successes: good probes in a row.
         last_error: last probe or passive error, for people.
@@ -108,6 +109,7 @@ class Engine:
     compared: str | None = None
     checksums_equal: bool | None = None
     history: History | None = None
+    counted: bool = False
     failures: int = 0
     successes: int = 0
     last_error: str = ""

@@ -333,7 +333,7 @@ class Prober:
         why = restarted(before, now, refused=watched.refused, broken=broken) if watched.looked else None
         if not watched.looked and metrics is not None and metrics.status == 200:
             engine.history = replace(read(metrics.body), paused=now.paused is not False)
-            engine.asleep = engine.history.asleep
+            engine.asleep, engine.counted = engine.history.asleep, engine.history.counted
         if why is not None and same_process:
             watched.sentinel.start_over()
         self._identified(watched, now, why)

@@ -135,10 +135,13 @@ class Fleet:
         """Remember the label an engine showed or took; a mark on it taints it (`proxy.core.marks`)."""
         label = read_label(text)
         self.labels_seen.add(label.version)
-        if engine.updating and label.version == self.coming:
+        if self.coming and label.version == self.coming:
             return
         news = label.unfinished and not (engine.marked or engine.updating)
         engine.marked = label.unfinished
+        if news and not engine.tainted and engine.epoch == self.epoch > 0:
+            # It took a whole update since: a mark that was late is no news of its weights (`proxy.control.labels`).
+            return
         if label.version != engine.version:
             before, engine.version = engine.version, label.version
             engine.by_hand = None if engine.by_hand else engine.by_hand

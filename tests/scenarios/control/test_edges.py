@@ -42,7 +42,7 @@ async def test_new_weights_that_one_engine_does_not_get_labelled_keep_it_out():
         await fleet.call("/update_weights", json=UPDATE)
         data = await fleet.call("/finish_weight_update", status=424)
         assert fleet.engines[1].id in data["message"]
-        assert "not labelled" in data["message"]
+        assert "left out of the finish" in data["message"]
         assert fleet.seen("/finish_weight_update") == [2, 1]
         fleet.engine(1).inflight = 1
         await fleet.call("/resume")

@@ -270,3 +270,24 @@ async def test_an_update_without_a_start_is_whole_and_fences_only_who_failed_it(
         assert fleet.states() == ["ready", "fenced", "ready"]
         await fleet.call("/update_weights", json={"weight_dir": "/step_3"})
         assert fleet.states() == ["ready"] * 3
+
+
+@pytest.mark.parametrize("kind", ["drop", "lost", "status"])
+async def test_a_trainer_that_never_starts_recovers_with_its_next_update(kind):
+    """Servers before the route of a start take weights by the update alone."""
+    async with rig(2) as fleet:
+        for mock in fleet.engines:
+            mock.session = True
+        for number in range(1, 5):
+            failing = number == 2
+            if failing:
+                fleet.engines[1].fail("/update_weights", kind, times=1)
+            await fleet.call("/pause")
+            body = {"update_info": {"names": [f"w{number}"]}}
+            await fleet.call("/update_weights", json=body, status=424 if failing else 200)
+            for mock in fleet.engines:
+                mock.session = True
+            label = {"new_version": f"v{number}"}
+            await fleet.call("/update_weight_version", json=label, status=409 if failing else 200)
+            await fleet.call("/resume")
+            assert fleet.states() == ["fenced" if failing else "ready"] * 2

@@ -371,3 +371,26 @@ async def test_checksums_that_are_older_than_a_sync_are_not_recorded():
         await fleet.sync("w2", "v2")
         await check
         assert fleet.plane.fleet.checksums == {}
+
+
+async def test_a_mark_that_came_after_the_next_whole_update_is_taken_back():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        await fleet.sync("w2", "v2")
+        fleet.engines[1].version = MARKED
+        await fleet.until(lambda: labels(fleet) == ["v2", "v2"])
+        assert fleet.states() == ["ready", "ready"]
+        assert await fleet.get("/weight_info") == {"weight_version": "v2"}
+
+
+async def test_a_label_of_a_finish_that_was_given_up_does_not_stay():
+    async with rig(3) as fleet:
+        await fleet.sync("w1", "v1")
+        await in_a_round(fleet)
+        fleet.engines[1].fail("/update_weight_version", "slow", seconds=0.5, times=1)
+        finish = asyncio.ensure_future(fleet.call("/finish_weight_update", status=409))
+        await fleet.until(lambda: labels(fleet) == ["u1", "v1", "u1"])
+        await fleet.call("/resume")
+        await finish
+        assert labels(fleet) == ["v1", "v1", "v1"]
+        assert await fleet.get("/weight_info") == {"weight_version": "v1"}

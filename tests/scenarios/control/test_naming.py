@@ -1,5 +1,7 @@
 """The trainer names the weights by a call of its own: it may be lost, or reach some only."""
 
+import asyncio
+
 from tests.scenarios.control.mock import MockEngine
 from tests.scenarios.control.rig import proxy_for, rig
 from tests.scenarios.control.test_labels import labels
@@ -31,3 +33,16 @@ async def test_an_engine_that_had_the_trainers_label_first_is_in_when_the_others
         assert fleet.states() == ["ready", "ready", "ready"]
     for mock in engines:
         await mock.kill()
+
+
+async def test_an_engine_that_has_the_label_before_the_others_stays_in():
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        fleet.engines[1].fail("/update_weight_version", "slow", seconds=0.4, times=1)
+        label = asyncio.ensure_future(fleet.call("/update_weight_version", json={"new_version": "v1.1"}))
+        await fleet.until(lambda: labels(fleet) == ["v1.1", "v1"])
+        while not label.done():
+            assert fleet.states() == ["ready", "ready"]
+            await asyncio.sleep(0.02)
+        await label
+        assert fleet.states() == ["ready", "ready"]

@@ -254,3 +254,21 @@ async def test_whoever_holds_nobodys_weights_has_no_vote_where_others_do():
         assert second.states() == ["fenced", "ready"]
     for mock in engines:
         await mock.kill()
+
+
+async def test_an_open_round_at_the_start_is_over_with_the_next_whole_one():
+    """Who is merely behind, and comes later, is not in doubt for it."""
+    engines = await engines_with("v1", count=3)
+    for path, status in (("/start_weight_update", "2xx"), ("/update_weights", "5xx")):
+        engines[2].counts[path, status] += 1  # a round that failed once, and was put right
+    async with proxy_for(engines) as first:
+        await begin(first, updates=1)
+    async with proxy_for(engines) as second:
+        await second.sync("w3", "v3")
+        assert second.states() == ["ready", "ready", "ready"]
+        await second.call(f"/fleet/engines/{engines[2].id}", method="DELETE")
+        await second.call("/fleet/engines", json={"url": engines[2].url}, status=201)
+        await second.until(lambda: second.states() == ["ready", "ready", "ready"])
+        assert engines[2].version == "v3"
+    for mock in engines:
+        await mock.kill()

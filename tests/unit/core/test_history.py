@@ -24,7 +24,35 @@ vllm:rl_weight_update_operations_in_flight{operation="finish"} 0.0
 
 
 def test_a_page_is_read():
-    assert read(PAGE) == History(started=4, finished=2, failed=1, running=1)
+    assert read(PAGE) == History(started=4, finished=2, failed=1, running=1, counted=True)
+
+
+@pytest.mark.parametrize(
+    ("states", "asleep"),
+    [
+        ({"awake": 1, "weights_offloaded": 0, "discard_all": 0}, set()),
+        ({"awake": 0, "weights_offloaded": 1, "discard_all": 0}, {"weights", "kv_cache"}),
+        ({"awake": 0, "weights_offloaded": 0, "discard_all": 1}, {"weights", "kv_cache"}),
+        ({"awake": 0, "weights_offloaded": 0, "discard_all": 0}, {"kv_cache"}),
+    ],
+)
+def test_sleep_is_read_from_the_page(states, asleep):
+    page = "".join(
+        f'vllm:engine_sleep_state{{engine="0",sleep_state="{name}"}} {on}.0\n' for name, on in states.items()
+    )
+    assert read(page.encode()).asleep == asleep
+
+
+@pytest.mark.parametrize(
+    ("history", "behind"),
+    [
+        (History(started=5, finished=5, failed=3), False),
+        (History(started=5, finished=4, failed=3), True),
+        (History(running=1), True),
+    ],
+)
+def test_a_round_that_did_not_end_well_leaves_it_behind(history, behind):
+    assert history.behind is behind
 
 
 def test_a_page_without_counts_has_no_history():
