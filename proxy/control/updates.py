@@ -357,7 +357,7 @@ class Updates:
 
     def break_round(self, why: str) -> None:
         """The round cannot end well any more: whoever is in it holds nobody's weights."""
-        if any(engine.session is not False for engine in self._fleet) and self.round.state is RoundState.NONE:
+        if self.round.state is RoundState.NONE and any(e.alive and e.session is not False for e in self._fleet):
             self.round.state, self.round.why = RoundState.BROKEN, why  # another proxy began it
         if self.round.broken(why):
             self._break([engine for engine in self._fleet if engine.updating], why)
