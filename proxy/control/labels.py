@@ -144,6 +144,9 @@ class Labeller:
             The engines that must not take the step, with what they said: their old label would outlive their old
             weights. A server without labels may take it.
         """
+        for engine, _ in boots:
+            # Whoever sees the mark meanwhile knows of it.
+            engine.marked = engine.marked or label is None
         legs = await asyncio.gather(
             *(
                 self.one(engine, label or Label(engine.version or DEFAULT, unfinished=True).text, boot)
@@ -154,8 +157,7 @@ class Labeller:
         if label is not None:
             self._fleet.labels_seen.add(label)
         for (engine, _), leg in zip(boots, legs, strict=True):
-            if leg.ok:
-                engine.marked = label is None
+            engine.marked = label is None and (leg.ok or engine.tainted)
         return {
             engine: leg
             for (engine, _), leg in zip(boots, legs, strict=True)
@@ -171,13 +173,12 @@ class Labeller:
     def mark(self, engine: Engine) -> None:
         """Let a tainted engine say so itself, unless an open session does (`proxy.core.history`); never waits.
 
-        One that is none any more gets its label back: the mark of before its last whole update came late.
+        One whose mark of before its last whole update came late gets its label back.
         """
-        sound = engine.marked and not (engine.tainted or engine.updating or engine.busy)
-        if sound and engine.version and engine not in self._marking:
+        if engine.late_mark and not engine.tainted and engine.version and engine not in self._marking:
             self._write(engine, Label(engine.version))
             return
-        told = any(each.session is True and each.alive and not each.failed_call for each in self._fleet)
+        told = any(each.session is True and each.alive for each in self._fleet)
         wanted = engine.tainted and not (engine.marked or engine.updating or engine.plain or told)
         if wanted and self.automatic and engine.alive and engine not in self._marking:
             self._write(engine, Label(engine.version or DEFAULT, unfinished=True))
@@ -199,7 +200,7 @@ class Labeller:
         leg = await self.one(engine, label.text, boot)
         leg, *_ = await self.take_back([(engine, boot)], [leg])
         if leg.ok:
-            engine.marked = label.unfinished
+            engine.marked, engine.late_mark = label.unfinished, False
             if label.unfinished and not engine.tainted:
                 await self.one(engine, label.version, boot)
                 engine.marked = False

@@ -173,8 +173,8 @@ class Updates:
             return reply_merged(asked.call, merged, legs)
         took = [boot for boot, leg in zip(boots, legs, strict=True) if leg.ok]
         for (engine, _), leg in zip(boots, legs, strict=True):
-            engine.updating = False
             if not leg.ok:
+                engine.updating = False  # that of the others ends with their label
                 touched = engine not in silent and leg.outcome not in (Outcome.UNREACHABLE, Outcome.MISSING)
                 if not (leg.outcome is Outcome.MISSING and engine.plain):
                     self._admission.failed(engine, path, f"failed {path}: {leg.said()}", taint=touched)

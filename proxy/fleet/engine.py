@@ -48,6 +48,7 @@ class Engine:
             engine starts slowly.
         tainted: an update began and did not end well, or its weights were wiped (`Fleet.taint`).
         marked: its own label says that its weights are nobody's; `version` is the one before.
+        late_mark: likewise, but it took a whole update since: the mark is to be taken back.
         session: whether an update session is open there, which its counts say too; None if it may be, because the
             answer to a step was lost.
         updating: it is inside an update round, so its weights are nobody's.
@@ -92,6 +93,7 @@ class Engine:
     weight: float = 1.0
     tainted: bool = False
     marked: bool = False
+    late_mark: bool = False
     session: bool | None = False
     updating: bool = False
     asleep: frozenset[str] = frozenset()
@@ -137,7 +139,7 @@ class Engine:
         """Another process answers: nothing that was known of its weights and its pauses holds."""
         self.boot += 1
         self.epoch = UNKNOWN_EPOCH
-        self.tainted = self.marked = self.session = self.updating = self.paused = self.drained = False
+        self.tainted = self.marked = self.late_mark = self.session = self.updating = self.paused = self.drained = False
         self.asleep = frozenset()
         self.by_hand = None if self.by_hand else self.by_hand
         self.owed.clear()

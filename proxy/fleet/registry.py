@@ -138,10 +138,11 @@ class Fleet:
         if self.coming and label.version == self.coming:
             return
         news = label.unfinished and not (engine.marked or engine.updating)
-        engine.marked = label.unfinished
         if news and not engine.tainted and engine.epoch == self.epoch > 0:
-            # It took a whole update since: a mark that was late is no news of its weights (`proxy.control.labels`).
+            # No news of its weights: it took a whole update since the mark was sent.
+            engine.late_mark = True
             return
+        engine.marked, engine.late_mark = label.unfinished, False
         if label.version != engine.version:
             before, engine.version = engine.version, label.version
             engine.by_hand = None if engine.by_hand else engine.by_hand

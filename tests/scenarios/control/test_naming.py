@@ -46,3 +46,18 @@ async def test_an_engine_that_has_the_label_before_the_others_stays_in():
             await asyncio.sleep(0.02)
         await label
         assert fleet.states() == ["ready", "ready"]
+
+
+async def test_a_tainted_engine_that_takes_a_whole_update_is_not_marked_before_it_is_let_in():
+    """It is looked at between its label and the end of the call."""
+    async with rig(2) as fleet:
+        await fleet.sync("w1", "v1")
+        fleet.engines[1].fail("/update_weights", times=1)
+        await fleet.call("/update_weights", json={"weight_dir": "/step_2"}, status=424)
+        assert fleet.engine(1).tainted
+        fleet.engines[0].fail("/update_weight_version", "slow", seconds=0.5, times=3)
+        await fleet.call("/update_weights", json={"weight_dir": "/step_3"})
+        assert labels(fleet) == ["u2", "u2"]
+        await asyncio.sleep(0.2)
+        assert labels(fleet) == ["u2", "u2"]
+        assert fleet.states() == ["ready", "ready"]
