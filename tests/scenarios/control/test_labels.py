@@ -163,7 +163,7 @@ async def test_an_engine_that_takes_no_mark_is_left_out_of_the_whole_update():
 
 
 async def test_an_engine_that_took_the_mark_and_said_no_gets_its_label_back():
-    async with rig(2) as fleet:
+    async with rig(2, probe_interval=30) as fleet:
         await fleet.sync("w1", "v1")
         fleet.engines[1].fail("/update_weight_version", times=3)
         fleet.engines[1].version = MARKED
