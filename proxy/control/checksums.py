@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import orjson
-
 from proxy.config import Settings
 from proxy.control.asked import JSON_HEADERS
 from proxy.control.fanout import Shot, fire
+from proxy.control.labels import label_shot
 from proxy.core.calls import CALLS
 from proxy.core.engine_state import State
 from proxy.core.merge import checksums_of
@@ -61,12 +60,7 @@ class Checksums:
             _log.info("checksums of %s are not those of %r", engine.id, version)
             return
         if engine.version != version or engine.marked:
-            body = orjson.dumps({"new_version": version})
-            shot = Shot(
-                CALLS["/update_weight_version"], "POST", "/update_weight_version", JSON_HEADERS, body,
-                self._settings.control_timeout,
-            )  # fmt: skip
-            leg = await fire(engine, shot)
+            leg = await fire(engine, label_shot(version, self._settings))
             if not leg.ok or engine.boot != boot or (self._fleet.version, self._fleet.epoch) != (version, epoch):
                 engine.compared = engine.checksums_equal = None
                 return

@@ -15,7 +15,6 @@ from proxy.config import Settings
 from proxy.control.admit import Admission
 from proxy.control.asked import Asked, Reply, limit_of, reply_merged
 from proxy.control.fanout import Runner, Shot, fire
-from proxy.control.labels import replaced
 from proxy.core import ranks
 from proxy.core.calls import CALLS
 from proxy.core.merge import Leg, Outcome, merge
@@ -152,14 +151,10 @@ class Groups:
         Raises:
             Conflict: one was replaced, unnoticed until now.
         """
-        gone = await self.replaced(engines)
+        gone = await self._prober.replaced(engines)
         if gone:
             names = ", ".join(engine.id for engine in gone)
             raise Conflict(f"{call}: {names} restarted; {self.advice()}. No engine was called")
-
-    async def replaced(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Those whose process was replaced, unnoticed until now."""
-        return await replaced(self._prober, engines)
 
     def _next(self, bad: Sequence[Engine]) -> str:
         if self.group is not None and any(engine in self.group.members for engine in bad):

@@ -35,10 +35,15 @@ _CALL = CALLS["/update_weight_version"]
 _REPLACED = "its process was replaced meanwhile"
 
 
-async def replaced(prober: Prober, engines: Sequence[Engine]) -> list[Engine]:
-    """Those whose process was replaced, unnoticed until now."""
-    same = await asyncio.gather(*(prober.is_same(engine) for engine in engines))
-    return [engine for engine, ok in zip(engines, same, strict=True) if not ok]
+def label_shot(label: str, settings: Settings) -> Shot:
+    """The call that gives an engine a label."""
+    body = orjson.dumps({"new_version": label})
+    return Shot(_CALL, "POST", _CALL.path, JSON_HEADERS, body, settings.control_timeout)
+
+
+def mark_of(engine: Engine) -> Label:
+    """The label that says that its weights are nobody's."""
+    return Label(engine.version or DEFAULT, unfinished=True)
 
 
 async def again(engine: Engine, shot: Shot, boot: int | None = None) -> Leg:
@@ -74,6 +79,11 @@ class Labeller:
         """Whether updates without a label get one from the proxy, and engines may be marked."""
         return self._settings.label_updates is Labels.AUTO
 
+    async def still(self, boots: Boots) -> Boots:
+        """Those whose process is the one that is meant, looked at now."""
+        gone = await self._prober.replaced([engine for engine, _ in boots])
+        return [(engine, boot) for engine, boot in boots if engine.boot == boot and engine not in gone]
+
     # Labels of updates
 
     async def put(self, boots: Boots, label: str) -> list[Leg]:
@@ -82,8 +92,7 @@ class Labeller:
         Returns:
             A leg for each; ``DIED`` where it was replaced, and ``default`` again if the label reached the new one.
         """
-        gone = set(await replaced(self._prober, [engine for engine, _ in boots]))
-        ready = [(engine, boot) for engine, boot in boots if engine not in gone and engine.boot == boot]
+        ready = await self.still(boots)
         tries = await asyncio.gather(*(self.one(engine, label, boot) for engine, boot in ready))
         labelled = await self.take_back(ready, tries)
         legs = {engine: leg for (engine, _), leg in zip(ready, labelled, strict=True)}
@@ -94,10 +103,10 @@ class Labeller:
 
         A lost answer may have been to a try that worked.
         """
-        gone = set(await replaced(self._prober, [engine for engine, _ in boots]))
+        same = {engine for engine, _ in await self.still(boots)}
         out = []
-        for (engine, boot), leg in zip(boots, legs, strict=True):
-            if engine not in gone and engine.boot == boot:
+        for (engine, _), leg in zip(boots, legs, strict=True):
+            if engine in same:
                 out.append(leg)
                 continue
             if leg.ok or leg.outcome in UNCERTAIN:
@@ -114,9 +123,7 @@ class Labeller:
 
     async def one(self, engine: Engine, label: str, boot: int) -> Leg:
         """Label one engine."""
-        body = orjson.dumps({"new_version": label})
-        shot = Shot(_CALL, "POST", _CALL.path, JSON_HEADERS, body, self._settings.control_timeout)
-        return await again(engine, shot, boot)
+        return await again(engine, label_shot(label, self._settings), boot)
 
     async def back(self, engines: Iterable[Engine]) -> None:
         """The step was not taken, or not by all: no engine may go on with the label of weights that are not published.
@@ -147,12 +154,7 @@ class Labeller:
         for engine, _ in boots:
             # Whoever sees the mark meanwhile knows of it.
             engine.marked = engine.marked or label is None
-        legs = await asyncio.gather(
-            *(
-                self.one(engine, label or Label(engine.version or DEFAULT, unfinished=True).text, boot)
-                for engine, boot in boots
-            )
-        )
+        legs = await asyncio.gather(*(self.one(engine, label or mark_of(engine).text, boot) for engine, boot in boots))
         legs = await self.take_back(boots, legs)
         if label is not None:
             self._fleet.labels_seen.add(label)
@@ -181,13 +183,14 @@ class Labeller:
         told = any(each.session is True and each.alive for each in self._fleet)
         wanted = engine.tainted and not (engine.marked or engine.updating or engine.plain or told)
         if wanted and self.automatic and engine.alive and engine not in self._marking:
-            self._write(engine, Label(engine.version or DEFAULT, unfinished=True))
+            self._write(engine, mark_of(engine))
 
     async def leave(self, engine: Engine) -> None:
         """It goes out of this proxy's sight: what is known of it here has to be known where it turns up next."""
         task = self._marking.get(engine)
-        if task is None and engine.tainted and not engine.marked and engine.session is not True and engine.alive:
-            task = self._write(engine, Label(engine.version or DEFAULT, unfinished=True)) if self.automatic else None
+        untold = engine.tainted and not engine.marked and engine.session is not True
+        if task is None and untold and self.automatic and engine.alive:
+            task = self._write(engine, mark_of(engine))
         if task is not None:
             await asyncio.wait({task}, timeout=self._settings.probe_timeout)
 

@@ -22,7 +22,7 @@ class Naming:
         fleet: the engines.
         groups: says who lives, and fences who failed.
         admission: says who holds the fleet's weights.
-        labels: takes a label back that met another process.
+        labels: keeps the label from processes that replaced the ones that are meant.
         fan: runs legs, so that a call can be given up.
     """
 
@@ -59,9 +59,7 @@ class Naming:
         call = asked.call
         fleet = self._fleet
         living = self._groups.living()
-        boots = [(engine, engine.boot) for engine in living if self._holds(engine)]
-        gone = await self._groups.replaced([engine for engine, _ in boots])
-        boots = [(engine, boot) for engine, boot in boots if engine.boot == boot and engine not in gone]
+        boots = await self._labels.still([(engine, engine.boot) for engine in living if self._holds(engine)])
         engines = [engine for engine, _ in boots]
         if not engines:
             why = "; ".join(f"{engine.id}: {engine.reason}" for engine in living) or "no engine is alive"

@@ -56,7 +56,8 @@ class History:
 def read(page: bytes) -> History:
     """The counts on a Prometheus page; zeros where it has none."""
     started = finished = failed = 0
-    for match in _ANSWERS.finditer(page):
+    answers = list(_ANSWERS.finditer(page))
+    for match in answers:
         labels = dict(_LABEL.findall(match[1]))
         handler, status, count = labels.get(b"handler"), labels.get(b"status", b""), int(float(match[2]))
         if status[:1] == b"2":
@@ -74,4 +75,4 @@ def read(page: bytes) -> History:
     if sleep.get(b"awake") is False:
         weights = sleep.get(b"weights_offloaded") or sleep.get(b"discard_all")
         asleep = frozenset({"weights", "kv_cache"} if weights else {"kv_cache"})
-    return History(started, finished, failed, running, asleep, counted=_ANSWERS.search(page) is not None)
+    return History(started, finished, failed, running, asleep, counted=bool(answers))

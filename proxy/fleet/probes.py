@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -153,6 +153,11 @@ class Prober:
         self.suspect(engine, "its process start time changed")
         await self.identify(engine)
         return False
+
+    async def replaced(self, engines: Sequence[Engine]) -> list[Engine]:
+        """Those whose process was replaced, unnoticed until now."""
+        same = await asyncio.gather(*(self.is_same(engine) for engine in engines))
+        return [engine for engine, ok in zip(engines, same, strict=True) if not ok]
 
     async def is_paused(self, engine: Engine) -> bool:
         """A quick look whether generation is paused there; no answer counts as no."""

@@ -15,7 +15,7 @@ from proxy.app import App
 from proxy.config import Settings
 from tests.scenarios.blackbox.conftest import run_proxy
 from tests.tools.fault_engine import FaultEngine, Request, Wire, answer_bytes
-from tests.tools.fault_scripts import SSE_HEAD, chunk, silent
+from tests.tools.fault_scripts import SSE_HEAD, chunk, reply, silent
 from tests.tools.rig import Client, Reply, ask, eventually, get, post
 
 EVENT = b'event: x\ndata: {"id":"x"}\n\n'
@@ -143,10 +143,7 @@ async def test_an_idle_connection_and_a_list_of_events_end() -> None:
 
 
 async def test_while_it_drains_it_takes_no_request_and_every_control_call() -> None:
-    async def script(wire: Wire, request: Request) -> None:
-        await wire.send(answer_bytes(200, b"{}"))
-
-    async with FaultEngine(script) as engine, asyncio.TaskGroup() as group:
+    async with FaultEngine(reply(answer_bytes(200, b"{}"))) as engine, asyncio.TaskGroup() as group:
         async with (
             stopping(engine, drain_timeout=600.0, fanout_paths=[{"path": "/custom"}]) as app,
             Client.to(app.url) as idle,

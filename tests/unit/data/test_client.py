@@ -101,16 +101,20 @@ async def taken(pair: Pair, transport: Any) -> None:
             await asyncio.sleep(0)
 
 
-async def test_what_the_kernel_got_rid_of_is_progress_although_the_transport_has_as_much_as_before(pair: Pair) -> None:
-    transport = Transport(pair.writer)
-    client, loop = client_of(transport)
-    client.stalls()
+async def lasts_as_long_as_it_reads(pair: Pair, transport: Any, loop: Loop) -> None:
     for _ in range(3):
         await taken(pair, transport)
         assert loop.strike() == LIMIT
         assert not transport.aborted
     loop.strike()
     assert transport.aborted
+
+
+async def test_what_the_kernel_got_rid_of_is_progress_although_the_transport_has_as_much_as_before(pair: Pair) -> None:
+    transport = Transport(pair.writer)
+    client, loop = client_of(transport)
+    client.stalls()
+    await lasts_as_long_as_it_reads(pair, transport, loop)
     assert not loop.due
 
 
@@ -119,12 +123,7 @@ async def test_a_closed_connection_lasts_as_long_as_its_client_reads(pair: Pair)
     client, loop = client_of(transport)
     client.close()
     assert loop.strike() == FLUSH
-    for _ in range(3):
-        await taken(pair, transport)
-        assert loop.strike() == LIMIT
-        assert not transport.aborted
-    loop.strike()
-    assert transport.aborted
+    await lasts_as_long_as_it_reads(pair, transport, loop)
 
 
 def test_a_connection_that_has_nothing_left_to_write_ends_at_once() -> None:
